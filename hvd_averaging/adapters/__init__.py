@@ -1,0 +1,105 @@
+"""The few verbs that differ per framework, and how the right adapter is found.
+
+An adapter is found by looking at what the caller passed in, and only among frameworks that are already imported, so
+this package never imports one by itself. Adding a framework means writing one module with the verbs of
+:class:`Adapter` and naming it in ``_ADAPTERS``; nothing else knows which frameworks exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from ..layout import Bucket, Entry
+from ..process_sets import Members
+
+_ADAPTERS = {"torch": "TorchAdapter"}
+"""Framework (as imported) to the class of its adapter, which lives in the module of the framework's name."""
+
+_adapters: dict[str, Adapter] = {}
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait. Never blocks."""
+
+    def result(self) -> Sequence[Any]:
+        """The outcome; called once, when :meth:`done`. Raises ``HorovodInternalError`` when the collective failed."""
+
+
+class Reduction(Pending, Protocol):
+    """The buffers of one layout on one process set, used again in every round."""
+
+    def start(self, tensors: Sequence[Any] | None, header: Sequence[float]) -> Pending:
+        """Pack ``tensors`` (``None``: zeros) and ``header`` and begin to average them over the process set."""
+
+    def result(self) -> Sequence[float]:
+        """The sum of the headers over the ranks."""
+
+    def write(self, tensors: Sequence[Any], contributors: int) -> None:
+        """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
+
+
+class Adapter(Protocol):
+    """What the shared code asks of a framework."""
+
+    framework: str
+
+    @property
+    def hvd(self) -> Any:
+        """Horovod's module for the framework, such as ``horovod.torch``."""
+
+    def owns(self, thing: object) -> bool:
+        """Whether ``thing`` is a tensor or variable of this framework."""
+
+    def open(self, thing: object, everything: bool) -> list[Any] | None:
+        """What is in a model (named tensors; with ``everything``, buffers too) or optimizer (groups), else ``None``."""
+
+    def takes_part(self, tensor: Any) -> bool:
+        """Whether the averaging rule includes ``tensor``; must not depend on what only one rank can see."""
+
+    def check(self, name: str, tensor: Any) -> None:
+        """Raise ``TypeError`` or ``ValueError`` if ``tensor`` could not be read and written in place."""
+
+    def identity(self, tensor: Any) -> Hashable:
+        """Equal for tensors that share their elements, such as tied weights."""
+
+    def entry(self, name: str, tensor: Any, places: dict[Any, int]) -> Entry:
+        """Describe ``tensor``; ``places`` numbers the devices seen so far and is extended."""
+
+    def reduction(self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members) -> Reduction:
+        """Buffers for ``buckets``, each with room for the header, and a name for the collectives."""
+
+    def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
+        """Begin to sum 64-bit integers over the process set."""
+
+    def broadcast(self, tensors: Sequence[Any], name: str, root_rank: int, members: Members) -> Pending:
+        """Begin to copy the bytes of ``tensors`` from ``root_rank``; ``result`` writes them in place."""
+
+    def bytes_of(self, tensor: Any) -> bytes | memoryview:
+        """The elements of ``tensor`` in logical order, as bytes."""
+
+
+def loaded_adapters() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported."""
+    return [_load(framework) for framework in _ADAPTERS if framework in sys.modules]
+
+
+def initialized_adapter() -> Adapter | None:
+    """An adapter whose Horovod is up, for when there is no tensor that would tell which one to use."""
+    for adapter in loaded_adapters():
+        module = sys.modules.get(f"horovod.{adapter.framework}")
+        if module is not None and module.is_initialized():
+            return adapter
+    return None
+
+
+def _load(framework: str) -> Adapter:
+    if framework not in _adapters:
+        module = importlib.import_module(f".{framework}", __name__)
+        _adapters[framework] = getattr(module, _ADAPTERS[framework])()
+    return _adapters[framework]

@@ -1,0 +1,206 @@
+"""PyTorch: parameters are packed into flat buckets, which Horovod reduces in place.
+
+Flat, because of how Horovod treats a list of tensors: it checks only the first one for contiguity (a transposed tensor
+later in the list is silently permuted), keeps only the last one's status, caches only 1024 names, and counts elements
+in 32 bits. Buckets also hold what 16-bit floats need: sums are formed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .. import header as headers
+from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
+from ..process_sets import Members
+from . import Pending
+
+_WIRE = {"float32": torch.float32, "float64": torch.float64}
+
+
+class TorchAdapter:
+    """The verbs of :class:`hvd_averaging.adapters.Adapter` for PyTorch."""
+
+    framework = "torch"
+
+    @property
+    def hvd(self) -> Any:
+        import horovod.torch
+
+        return horovod.torch
+
+    def owns(self, thing: object) -> bool:
+        return isinstance(thing, torch.Tensor)
+
+    def open(self, thing: object, everything: bool) -> list[Any] | None:
+        if isinstance(thing, torch.nn.Module):
+            return [*thing.named_parameters(), *(thing.named_buffers() if everything else ())]
+        if isinstance(thing, torch.optim.Optimizer):
+            return thing.param_groups
+        return None
+
+    def takes_part(self, tensor: torch.Tensor) -> bool:
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        # A bare tensor was passed on purpose (say, from a state_dict); only a Parameter can be frozen.
+        return floating and (tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name!r} has no shape yet: run one batch through the lazy module on every rank first.")
+        if hasattr(tensor, "device_mesh"):
+            raise TypeError(f"{name!r} is a DTensor, spread over several ranks: only whole replicas can be averaged.")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise TypeError(f"{name!r} is {tensor.layout}, but only dense tensors can be averaged.")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name!r} is on {tensor.device}, but Horovod only serves CPU and CUDA tensors.")
+        if tensor.is_inference():
+            raise ValueError(f"{name!r} was made in torch.inference_mode() and cannot be updated: use a clone() of it.")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{name!r} is a lazy conjugate or negative: pass tensor.resolve_conj().resolve_neg().")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: pass tensor.contiguous().")
+
+    def identity(self, tensor: torch.Tensor) -> Hashable:
+        if tensor.numel() == 0:
+            return id(tensor)
+        return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    def entry(self, name: str, tensor: torch.Tensor, places: dict[Any, int]) -> Entry:
+        place = places.setdefault(tensor.device, len(places))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Entry(name, tuple(tensor.shape), dtype, tensor.device.type, place)
+
+    def reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
+    ) -> _TorchReduction:
+        return _TorchReduction(self.hvd, buckets, tensors, name, members)
+
+    def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
+        sums = torch.tensor(values, dtype=torch.int64)
+        handle = self.hvd.allreduce_async_(sums, name=name, op=self.hvd.Sum, process_set=members.process_set)
+        return _PendingIntegers(self.hvd, handle)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root_rank: int, members: Members) -> Pending:
+        return _TorchBroadcast(self.hvd, tensors, name, root_rank, members)
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
+        return _as_bytes(tensor).cpu().numpy().data
+
+
+class _TorchReduction:
+    def __init__(
+        self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
+    ) -> None:
+        self._hvd, self._buckets, self._members = hvd, buckets, members
+        self._names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
+        self._flat = [
+            torch.empty(
+                bucket.elements + headers.LENGTH,
+                dtype=_WIRE[bucket.dtype],
+                device=tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu",
+            )
+            for bucket in buckets
+        ]
+        self._views = [
+            flat[piece.start : piece.stop].view(piece.shape)
+            for flat, bucket in zip(self._flat, buckets, strict=True)
+            for piece in bucket.pieces
+        ]
+        self._handles: list[int] = []
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
+        if tensors is None:
+            for flat in self._flat:
+                flat.zero_()
+        elif self._views:
+            torch._foreach_copy_(self._views, self._pieces(tensors))
+        for flat in self._flat:
+            flat[-headers.LENGTH :] = torch.tensor(header, dtype=flat.dtype)
+        # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
+        self._handles = [
+            self._hvd.grouped_allreduce_async_(
+                [flat], name=name, op=self._hvd.Average, process_set=self._members.process_set
+            )
+            for flat, name in zip(self._flat, self._names, strict=True)
+        ]
+        return self
+
+    def done(self) -> bool:
+        return all(self._hvd.poll(handle) for handle in self._handles)
+
+    def result(self) -> list[float]:
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
+        mean: list[float] = self._flat[0][-headers.LENGTH :].tolist()
+        return [value * self._members.size for value in mean]
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
+        if contributors != self._members.size:
+            # Horovod divided by the size of the process set, but the other ranks brought nothing but zeros.
+            for flat in self._flat:
+                flat.mul_(self._members.size / contributors)
+        if self._views:
+            torch._foreach_copy_(self._pieces(tensors), self._views)
+
+    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
+        wire = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        return [
+            wire[piece.entry][piece.index] if piece.index else wire[piece.entry]
+            for bucket in self._buckets
+            for piece in bucket.pieces
+        ]
+
+
+class _PendingIntegers:
+    def __init__(self, hvd: Any, handle: int) -> None:
+        self._hvd, self._handle = hvd, handle
+
+    def done(self) -> bool:
+        return bool(self._hvd.poll(self._handle))
+
+    def result(self) -> list[int]:
+        sums: list[int] = self._hvd.synchronize(self._handle).tolist()
+        return sums
+
+
+class _TorchBroadcast:
+    """Bytes travel, so that every dtype arrives bit for bit; in blocks that Horovod can count."""
+
+    def __init__(self, hvd: Any, tensors: Sequence[torch.Tensor], name: str, root_rank: int, members: Members) -> None:
+        self._hvd, self._tensors = hvd, tensors
+        self._flat = torch.cat([_as_bytes(tensor).cpu() for tensor in tensors] or [torch.empty(0, dtype=torch.uint8)])
+        blocks = torch.split(self._flat, MAX_BUCKET_ELEMENTS)
+        self._handles = [
+            hvd.broadcast_async_(
+                block, root_rank, name=f"{name}.{number}of{len(blocks)}", process_set=members.process_set
+            )
+            for number, block in enumerate(blocks, 1)
+        ]
+
+    def done(self) -> bool:
+        return all(self._hvd.poll(handle) for handle in self._handles)
+
+    @torch.no_grad()
+    def result(self) -> Sequence[Any]:
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
+        start = 0
+        for tensor in self._tensors:
+            stop = start + tensor.numel() * tensor.element_size()
+            received = self._flat[start:stop].clone().view(tensor.dtype)  # the clone is aligned for the dtype
+            tensor.copy_(received.view(tensor.shape))
+            start = stop
+        return self._tensors
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach().contiguous()
+    if math.prod(dense.shape) == 0:
+        return torch.empty(0, dtype=torch.uint8, device=dense.device)
+    return dense.view(-1).view(torch.uint8)

@@ -1,0 +1,229 @@
+"""When a round happens: the schedules.
+
+An averager counts optimizer steps and runs a round when its schedule says so. The names, arguments and the counting are
+those of ``torch.distributed.algorithms.model_averaging.averagers``, so that ported code runs; what is averaged, and
+how, is in ``collect`` and ``round``.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .header import Presence
+from .process_sets import check_process_set
+from .round import Round, Rounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds that a rank waits for the others in a round: what ``torch.distributed`` allows a Gloo collective."""
+
+
+class ModelAverager(ABC):
+    """Counts optimizer steps and averages parameters over a process set when a round is due.
+
+    A subclass says when, in :meth:`due`. After ``torch.distributed``'s class of this name.
+
+    Args:
+        process_set: the ranks that average with each other, a ``horovod.ProcessSet``; ``None`` is all ranks. A rank
+            outside the set counts its calls and does nothing else.
+        process_group: the same, by the name that ``torch.distributed`` uses.
+        timeout: seconds to wait for the other ranks in a round before an error ends it; ``None`` waits for ever.
+        name: what messages and collectives are called by, the same on every rank. Averagers of one class need
+            different names only where the names and shapes of their parameters do not tell them apart.
+        bucket_bytes: the size of the largest buffer that parameters travel in; ``None`` is as large as Horovod can
+            count, which is the fastest.
+
+    Attributes:
+        step: how many optimizer steps were counted; starts at 0.
+
+    As a context manager an averager checks at the end that all ranks counted the same number of steps, and raises
+    :class:`StepMismatchError` on every rank if not; when the block ends by an exception, it does nothing.
+    """
+
+    def __init__(
+        self,
+        process_set: Any = None,
+        *,
+        process_group: Any = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        name: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        if process_set is not None and process_group is not None:
+            raise TypeError("process_set and process_group mean the same: pass only one of them.")
+        process_set = process_group if process_set is None else process_set
+        check_process_set(process_set)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is a positive number of seconds, or None to wait for ever; not {timeout!r}.")
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
+        self.step = 0
+        self._last_round = -1
+        self._rounds = Rounds(name or type(self).__name__, process_set, timeout, bucket_bytes)
+
+    @abstractmethod
+    def due(self, step: int) -> bool:
+        """Whether a round happens at ``step``; must be the same on every rank."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The schedule as text. Ranks compare it before the first round."""
+
+    @property
+    def name(self) -> str:
+        """What messages and collectives call this averager by."""
+        return self._rounds.name
+
+    @property
+    def process_set(self) -> Any:
+        """The process set that was passed in; ``None`` is all ranks."""
+        return self._rounds.process_set
+
+    def average_parameters(self, params: object) -> Round | None:
+        """Count one optimizer step, and average if a round is due at it.
+
+        Call it after ``optimizer.step()``, once per optimizer step, on every rank. Trainable floating-point and complex
+        parameters are averaged, in place; frozen and integer ones are left alone. Whether a parameter has a gradient
+        plays no part.
+
+        Args:
+            params: a model, ``model.parameters()``, ``model.named_parameters()``, an optimizer or its
+                ``param_groups``, an iterable of tensors, or a dict of them; the same on every rank.
+
+        Returns:
+            What the round did, or ``None`` if there was none at this step.
+
+        Raises:
+            AveragingError: one of its subclasses says what went wrong: ranks that differ, a rank that failed or never
+                came. No parameter was changed and the step was not counted.
+            TypeError, ValueError: ``params`` cannot be averaged.
+        """
+        if not self.due(self.step):
+            self.step += 1
+            return None
+        met = self._rounds.run(params, self.step, self.describe())
+        self._last_round = self.step
+        self.step += 1
+        return None if met is None else met[0]
+
+    def join(self, params: object) -> Round | None:
+        """Say that this rank has no more batches, and stay with the others until they have none either.
+
+        For ranks with different numbers of batches: call it on every rank after its last one (of an epoch, say). A rank
+        that is done first brings what it has learned since the last round once more, and then takes over the mean in
+        every further round of the others. The last round is common to all: afterwards all ranks hold the same weights
+        and count the same (the largest) number of steps, and may train on.
+
+        Args:
+            params: as for :meth:`average_parameters`.
+
+        Returns:
+            What the last common round did; ``None`` on a rank outside the process set.
+
+        Raises:
+            AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
+        """
+        while True:
+            fresh = self.step - 1 != self._last_round
+            met = self._rounds.run(params, self.step, self.describe(), Presence.JOINING, contributes=fresh)
+            if met is None:
+                return None
+            self._last_round = self.step - 1
+            done, tally = met
+            if tally.joining == tally.present:
+                self.step = self._rounds.line_up(self.step, self.describe())
+                self._last_round = self.step - 1
+                return done
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold to resume: ``{"step": int}``."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from :meth:`state_dict`, on every rank. Without a ``"step"`` in it: a warning, and step 0."""
+        if "step" not in state_dict:
+            warnings.warn(
+                f"{self.name}: the checkpoint has no averager step; counting starts at 0, warm-up included. Save "
+                "averager.state_dict() along with the model to avoid this.",
+                stacklevel=2,
+            )
+        self.step = int(state_dict.get("step", 0))
+        self._last_round = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:  # never talk while an exception unwinds: the other ranks are somewhere else
+            self._rounds.run((), self.step, self.describe(), Presence.LEAVING)
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}, step {self.step}>"
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages every ``period`` steps, after ``warmup_steps``.
+
+    Local SGD (Stich, 2019, arXiv:1805.09767) with a period of H steps; with gradient averaging during warm-up it is
+    post-local SGD (Lin et al., 2020, arXiv:1808.07217). The contract is that of ``torch.distributed``'s
+    ``PeriodicModelAverager``: a round at every ``step`` for which ``step >= warmup_steps`` and
+    ``(step - warmup_steps) % period == 0``, so the first one comes with the first step after warm-up.
+
+    Args:
+        period: optimizer steps from one round to the next, at least 1.
+        warmup_steps: optimizer steps before the first round, at least 0.
+        process_set, process_group, timeout, name, bucket_bytes: see :class:`ModelAverager`.
+
+    Raises:
+        ValueError: ``period < 1`` or ``warmup_steps < 0``.
+        TypeError: not whole numbers, both ``process_set`` and ``process_group``, or something else for them.
+
+    Example::
+
+        >>> averager = PeriodicModelAverager(period=4, warmup_steps=10)
+        >>> [step for step in range(20) if averager.due(step)]
+        [10, 14, 18]
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_set: Any = None,
+        *,
+        process_group: Any = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        name: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            process_set, process_group=process_group, timeout=timeout, name=name, bucket_bytes=bucket_bytes
+        )
+        self.warmup_steps = operator.index(warmup_steps)
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative; it is {warmup_steps}.")
+        self.period = operator.index(period)
+        if period < 1:
+            raise ValueError(f"period must be at least 1 step; it is {period}.")
+        if period == 1:
+            warnings.warn(
+                "With period=1 every step moves all parameters: averaging gradients (hvd.DistributedOptimizer) costs "
+                "no more. Averaging pays off from period=2 on.",
+                stacklevel=2,
+            )
+
+    def due(self, step: int) -> bool:
+        return step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0
+
+    def describe(self) -> str:
+        """For example ``PeriodicModelAverager(period=4, warmup_steps=10, name='PeriodicModelAverager')``."""
+        return f"{type(self).__name__}(period={self.period}, warmup_steps={self.warmup_steps}, name={self.name!r})"

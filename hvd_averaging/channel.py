@@ -1,0 +1,90 @@
+"""Small talk between the ranks of a process set, apart from the parameters: rare, and safe during hvd.join().
+
+Only sums travel, since a rank in ``hvd.join()`` answers those (with zeros) and nothing else. Every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .adapters import Adapter, Pending
+from .errors import AveragingTimeoutError, collective_error, list_of_ranks
+from .process_sets import Members
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
+_TEXT_LENGTH = 240  # bytes
+
+
+@dataclass(frozen=True)
+class Channel:
+    """How one averager talks to its peers: through which Horovod, with whom, by which name, for how long."""
+
+    adapter: Adapter
+    members: Members
+    name: str
+    timeout: float | None
+    step: int | None = None
+
+    @property
+    def where(self) -> str:
+        """What every message starts with."""
+        step = "" if self.step is None else f"step {self.step}, "
+        return f"{self.name} ({step}process set {self.members})"
+
+    def gather(self, row: Sequence[int], topic: str) -> dict[int, list[int]]:
+        """The rows (equally long everywhere) of all ranks but those in ``hvd.join()``, by rank."""
+        width = len(row) + 1  # a leading 1 tells a row of zeros from the silence of a joined rank
+        table = [0] * (width * self.members.size)
+        start = width * self.members.position
+        table[start : start + width] = [1, *row]
+        # Without the averager's name: ranks that call two averagers in another order find out instead of stalling.
+        name = f"hvd_averaging.{topic}"
+        sums = self.complete(lambda: self.adapter.sum_integers(table, name, self.members))
+        rows = [list(sums[start : start + width]) for start in range(0, len(sums), width)]
+        return {rank: row[1:] for rank, row in zip(self.members.ranks, rows, strict=True) if row[0]}
+
+    def gather_text(self, text: str, topic: str) -> dict[int, str]:
+        """Like :meth:`gather` for a line of text, which is cut where it is too long."""
+        line = text.encode()[:_TEXT_LENGTH].ljust(_TEXT_LENGTH, b"\0")
+        rows = self.gather(list(line), topic)
+        return {rank: bytes(row).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
+
+    def complete(self, begin: Callable[[], Pending]) -> Sequence[Any]:
+        """Begin a collective and wait for its result.
+
+        Raises:
+            AveragingTimeoutError: it took longer than ``timeout`` seconds.
+            CollectiveError: Horovod gave up on it.
+        """
+        from horovod.common.exceptions import HorovodInternalError
+
+        try:
+            pending = begin()
+            self._wait(pending)
+            return pending.result()
+        except HorovodInternalError as error:
+            raise collective_error(
+                f"{self.where}: Horovod gave up on this round: {error} Most often another rank has failed or has ended "
+                "(its log says why). If ranks have different numbers of batches, call averager.join(params) on each "
+                "rank after its last batch. The parameters here are as they were before the round."
+            ) from error
+
+    def _wait(self, pending: Pending) -> None:
+        started, pause = time.monotonic(), _SHORTEST_PAUSE
+        while not pending.done():
+            if self.timeout is not None and time.monotonic() - started > self.timeout:
+                raise AveragingTimeoutError(self._late())
+            time.sleep(pause)  # leaves the core to the thread that does the work
+            pause = min(1.2 * pause, _LONGEST_PAUSE)
+
+    def _late(self) -> str:
+        others = list_of_ranks(rank for rank in self.members.ranks if rank != self.members.rank)
+        return (
+            f"{self.where}: rank {self.members.rank} has waited {self.timeout:g} s for {others} to enter this round. "
+            "Every rank of the process set must call average_parameters equally often (look for a rank-dependent "
+            "branch, an exception that was swallowed, or fewer batches: then use averager.join(params)). If a rank is "
+            "just slow here, raise timeout=. The parameters here are as they were before the round."
+        )

@@ -1,0 +1,140 @@
+"""What the caller passed in, as an ordered list of named tensors of one framework.
+
+This is where the rule of what is averaged is applied. It looks at nothing that differs between ranks: whether a
+gradient happens to be there decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .adapters import Adapter, initialized_adapter, loaded_adapters
+from .errors import AveragingError
+from .layout import Layout
+
+_EXAMPLES = (
+    "Pass a model, model.parameters(), model.named_parameters(), an optimizer or its param_groups, a list of tensors, "
+    "or a dict of them."
+)
+
+Named = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Tensors in order, the layout that describes them, and the adapter that can handle them."""
+
+    adapter: Adapter
+    tensors: Sequence[Any]
+    layout: Layout
+    ignored: int = 0
+
+
+def collect(params: object, *, everything: bool = False) -> Collected:
+    """The tensors of ``params`` that are averaged, in order, tied ones once.
+
+    Args:
+        params: a model, an optimizer, its ``param_groups``, an iterable of tensors or of ``(name, tensor)`` pairs, or
+            a dict of tensors.
+        everything: take every tensor, frozen and integer ones and a model's buffers too (for broadcasts and checks).
+
+    Raises:
+        TypeError: ``params`` is or holds something else, or tensors of two frameworks.
+        ValueError: a tensor that cannot be updated in place, or an iterator with nothing (left) in it.
+    """
+    named = list(_expand(params, everything))
+    adapter = _common_adapter(named)
+    kept: dict[Any, Named] = {}
+    for name, tensor in named:
+        if everything or adapter.takes_part(tensor):
+            adapter.check(name, tensor)
+            kept.setdefault(adapter.identity(tensor), (name, tensor))
+    places: dict[Any, int] = {}
+    entries = tuple(adapter.entry(name, tensor, places) for name, tensor in kept.values())
+    return Collected(adapter, [tensor for _, tensor in kept.values()], Layout(entries), len(named) - len(kept))
+
+
+def _expand(params: object, everything: bool) -> Iterable[Named]:
+    for adapter in loaded_adapters():
+        if adapter.owns(params):
+            raise TypeError(f"A single tensor cannot be averaged on its own: put it in a list, [tensor]. {_EXAMPLES}")
+        opened = adapter.open(params, everything)
+        if opened is not None:
+            return _expand_items(opened)
+    if isinstance(params, Mapping):
+        if _is_group(params):
+            return _named_in_group(0, params)
+        return [(str(name), tensor) for name, tensor in params.items()]
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise TypeError(f"Cannot average {_kind(params)}. {_EXAMPLES}")
+    return _expand_items(params)
+
+
+def _expand_items(params: Iterable[Any]) -> list[Named]:
+    items = list(params)
+    if not items and isinstance(params, Iterator):
+        raise ValueError(
+            "The iterator of parameters has nothing in it: it was used before, or the model has no parameters. Call "
+            "model.parameters() afresh for every call, or pass the model or a list."
+        )
+    named: list[Named] = []
+    for number, item in enumerate(items):
+        if isinstance(item, Mapping) and _is_group(item):
+            named += _named_in_group(number, item)
+        elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            named.append(item)
+        else:
+            named.append((str(number), item))
+    return named
+
+
+def collect_or_explain(params: object, *, everything: bool = False) -> tuple[Collected, Exception | None]:
+    """Like :func:`collect`, but with an error in hand instead of raised: the other ranks wait and must hear of it.
+
+    It is raised after all where no Horovod is up that could tell them.
+    """
+    try:
+        return collect(params, everything=everything), None
+    except (TypeError, ValueError) as error:
+        adapter = initialized_adapter()
+        if adapter is None:
+            raise
+        return Collected(adapter, (), Layout(())), error
+
+
+def _named_in_group(number: int, group: Mapping[str, Any]) -> Iterator[Named]:
+    names = group.get("param_names")  # there when the optimizer was given named parameters
+    for position, parameter in enumerate(group["params"]):
+        yield (names[position] if names else f"group{number}.{position}"), parameter
+
+
+def _common_adapter(named: Sequence[Named]) -> Adapter:
+    if not named:
+        adapter = initialized_adapter()
+        if adapter is None:
+            raise AveragingError(
+                "There is nothing to average, and no Horovod is initialized to ask the other ranks whether they have "
+                "something: call hvd.init() first, and pass the model's parameters."
+            )
+        return adapter
+    owners: dict[str, tuple[Adapter, str]] = {}
+    for name, tensor in named:
+        adapter = next((adapter for adapter in loaded_adapters() if adapter.owns(tensor)), None)
+        if adapter is None:
+            raise TypeError(f"{name!r} is {_kind(tensor)}, not a tensor. {_EXAMPLES}")
+        owners.setdefault(adapter.framework, (adapter, name))
+    if len(owners) > 1:
+        places = " and ".join(f"{name!r} of {framework}" for framework, (_, name) in owners.items())
+        raise TypeError(f"One round averages the tensors of one framework, but there are {places}: make two averagers.")
+    return next(iter(owners.values()))[0]
+
+
+def _is_group(item: Mapping[Any, Any]) -> bool:
+    return "params" in item and isinstance(item["params"], (list, tuple))
+
+
+def _kind(thing: object) -> str:
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,167 @@
+"""How a round goes: collect, agree, pack, reduce, unpack.
+
+:class:`Rounds` is what an averager owns: it keeps the agreed layout and the buffers from one round to the next. It does
+not know when a round is due, and it changes parameters only after every rank is known to have brought the same layout
+at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from . import header as headers
+from .adapters import Adapter, Reduction
+from .agreement import Claim, agree
+from .channel import Channel
+from .collect import Collected, collect_or_explain
+from .errors import AveragingError, AveragingTimeoutError, CollectiveError
+from .header import Header, Presence, Tally
+from .layout import Layout, fingerprint
+from .process_sets import Members, members
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did.
+
+    Attributes:
+        step: the step at which it ran.
+        seconds: how long the call took, waiting for other ranks included.
+        bytes: what this rank handed to the collective, in bytes; a ring sends ``2 * (n - 1) / n`` times as much.
+        tensors: how many tensors were averaged.
+        ranks: how many ranks the mean is over (fewer than the process set while some are in ``hvd.join()``).
+    """
+
+    step: int
+    seconds: float
+    bytes: int
+    tensors: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What holds until a rank brings other parameters: who, what, and the buffers for it."""
+
+    adapter: Adapter
+    members: Members
+    layout: Layout
+    fingerprint: int
+    reduction: Reduction
+    bytes: int
+
+
+class Rounds:
+    """The rounds of one averager.
+
+    Args:
+        name: in messages and in the names of the collectives; the same on every rank.
+        process_set: a Horovod process set, or ``None`` for the global one.
+        timeout: seconds that a rank waits for the others, or ``None``.
+        bucket_bytes: see :meth:`hvd_averaging.layout.Layout.buckets`.
+    """
+
+    def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None) -> None:
+        self.name = name
+        self.process_set = process_set
+        self.timeout = timeout
+        self.bucket_bytes = bucket_bytes
+        self._agreed: _Agreed | None = None
+        self._broken: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Buffers and agreements belong to the running job: a copy agrees afresh in its first round.
+        return {**self.__dict__, "_agreed": None, "_broken": None}
+
+    def run(
+        self,
+        params: object,
+        step: int,
+        settings: str,
+        presence: Presence = Presence.AVERAGING,
+        contributes: bool = True,
+    ) -> tuple[Round, Tally] | None:
+        """Meet the other ranks and, unless this rank leaves, average ``params`` over those that contribute.
+
+        Returns:
+            What was done and who took part, or ``None`` on a rank outside the process set.
+
+        Raises:
+            AveragingError: one of its subclasses; the parameters are untouched.
+            TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
+        """
+        started = time.perf_counter()
+        collected, failure = collect_or_explain(() if presence is Presence.LEAVING else params)
+        if collected.ignored and not collected.tensors:
+            warnings.warn(f"{self.name}: nothing to average, all parameters are frozen or integers.", stacklevel=3)
+        channel = self._channel(collected, step)
+        if not channel.members.included:
+            return None
+        claim = Claim(step, presence, settings, collected.layout, failure)
+        try:
+            agreed, tally = self._reduce(claim, collected.tensors, contributes, channel)
+        except AveragingError as error:
+            self._give_up(error)
+            raise
+        if presence is not Presence.LEAVING and tally.contributors:
+            agreed.reduction.write(collected.tensors, tally.contributors)
+        seconds = time.perf_counter() - started
+        return Round(step, seconds, agreed.bytes, len(collected.tensors), tally.contributors), tally
+
+    def line_up(self, step: int, settings: str) -> int:
+        """The largest step that any rank is at. All ranks of the process set call it together."""
+        assert self._agreed is not None, "ranks line up after a round"
+        claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
+        return agree(claim, Channel(self._agreed.adapter, self._agreed.members, self.name, self.timeout, step))
+
+    def _channel(self, collected: Collected, step: int) -> Channel:
+        if self._broken is not None:
+            raise AveragingError(f"{self.name} cannot go on after an earlier error: {self._broken}")
+        who = members(self.process_set, collected.adapter.hvd)
+        return Channel(collected.adapter, who, self.name, self.timeout, step)
+
+    def _reduce(
+        self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel
+    ) -> tuple[_Agreed, Tally]:
+        """Run the collective, after as much talk as it takes for every rank to be sure of every other."""
+        if self._agreed is None or self._agreed.members != channel.members:
+            self._agreed = self._agree(claim, tensors, channel)
+        while True:
+            agreed = self._agreed
+            able = claim.failure is None and (
+                claim.presence is Presence.LEAVING or claim.layout.fingerprint == agreed.layout.fingerprint
+            )
+            contributes = contributes and claim.presence is not Presence.LEAVING
+            header = Header(claim.step, agreed.fingerprint, claim.presence, contributes and able, able)
+            # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
+            packed = tensors if header.contributes else None
+            tally = Tally.decode(channel.complete(partial(agreed.reduction.start, packed, header.encode())))
+            if tally.sound or (tally.leaving == tally.present and tally.same_step):
+                return agreed, tally
+            self._agreed = self._agree(claim, tensors, channel)
+
+    def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> _Agreed:
+        agree(claim, channel)
+        buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
+        # The layout is part of the name, so that the averagers of two models can share the averager's name.
+        name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
+        return _Agreed(
+            channel.adapter,
+            channel.members,
+            claim.layout,
+            fingerprint(f"{claim.settings}|{claim.layout.fingerprint}"),
+            channel.adapter.reduction(buckets, tensors, name, channel.members),
+            sum(bucket.bytes for bucket in buckets),
+        )
+
+    def _give_up(self, error: AveragingError) -> None:
+        """After these the ranks no longer know of each other where they are."""
+        if isinstance(error, AveragingTimeoutError):
+            self._broken = str(error)  # the other ranks may still enter the round that this one has left
+        elif isinstance(error, CollectiveError):
+            self._agreed = None  # Horovod may be started again (elastic mode), with other ranks

@@ -1,0 +1,40 @@
+"""Packaging. Horovod is not listed: no release of it builds against today's frameworks, see build_horovod."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    for line in (ROOT / "hvd_averaging" / "__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("hvd_averaging/__init__.py has no __version__ line")
+
+
+setup(
+    name="hvd_averaging",
+    version=version(),
+    description="Model averaging (local SGD and its descendants) for Horovod",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["hvd_averaging", "hvd_averaging.*"]),
+    package_data={"hvd_averaging": ["py.typed"]},
+    python_requires=">=3.10",
+    extras_require={
+        "torch": ["torch>=2.1", "numpy"],
+        "tensorflow": ["tensorflow>=2.16", "numpy"],
+        "demo": ["scikit-learn", "matplotlib", "rich"],
+        "dev": ["build", "mypy", "psutil", "pytest", "ruff"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)
