@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent
 
 
 def version() -> str:
+    """The version that the package states, read without importing it."""
     for line in (ROOT / "hvd_averaging" / "__init__.py").read_text().splitlines():
         if line.startswith("__version__"):
             return line.split('"')[1]

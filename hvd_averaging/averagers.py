@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import operator
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .collect import peek
 from .header import Presence
 from .process_sets import check_process_set
 from .round import Round, Rounds
@@ -66,7 +68,11 @@ class ModelAverager(ABC):
             raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
         self.step = 0
         self._last_round = -1
+        self._first: weakref.ref[Any] | None = None
         self._rounds = Rounds(name or type(self).__name__, process_set, timeout, bucket_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_first": None}
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -105,6 +111,7 @@ class ModelAverager(ABC):
                 came. No parameter was changed and the step was not counted.
             TypeError, ValueError: ``params`` cannot be averaged.
         """
+        params = self._recognise(params)
         if not self.due(self.step):
             self.step += 1
             return None
@@ -112,6 +119,21 @@ class ModelAverager(ABC):
         self._last_round = self.step
         self.step += 1
         return None if met is None else met[0]
+
+    def _recognise(self, params: object) -> object:
+        """Refuse a second set of parameters: its calls would count as steps, and it might never be averaged."""
+        params, first = peek(params)
+        known = self._first() if self._first is not None else None
+        if known is None:
+            # Weak: parameters that were replaced for good may be followed by others.
+            self._first = weakref.ref(first) if hasattr(first, "__weakref__") else None
+        elif first is not known and type(first) is type(known):
+            raise ValueError(
+                f"{self.name} (step {self.step}) was given other parameters than in earlier calls. It counts one call "
+                "as one optimizer step, so it serves one set of parameters: make one averager for each optimizer, or "
+                "pass the parameters of all optimizers in one call, [*a.parameters(), *b.parameters()]."
+            )
+        return params
 
     def join(self, params: object) -> Round | None:
         """Say that this rank has no more batches, and stay with the others until they have none either.
@@ -130,6 +152,8 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
+        params = self._recognise(params)
+        params = list(params) if isinstance(params, Iterator) else params  # it serves several rounds
         while True:
             fresh = self.step - 1 != self._last_round
             met = self._rounds.run(params, self.step, self.describe(), Presence.JOINING, contributes=fresh)

@@ -1,0 +1,59 @@
+"""The same training with either library's periodic averager; test_parity.py compares what comes out.
+
+    torchrun --nproc-per-node 2 parity_training.py upstream DIRECTORY
+    horovodrun -np 2 python parity_training.py ours DIRECTORY
+
+Every rank writes its parameters after every step, schedule by schedule, to DIRECTORY/LIBRARY-RANK.npz.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SCHEDULES = [(2, 0), (3, 4), (5, 1)]  # (period, warmup_steps)
+STEPS = 16
+
+
+def train(rank, averager):
+    """The parameters after every step, one row a step."""
+    torch.manual_seed(11)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(rank)
+    rows = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = torch.randn(5, 6, generator=data), torch.randint(3, (5,), generator=data)
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        rows.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy())
+    assert averager.step == STEPS
+    return np.stack(rows)
+
+
+def start(library):
+    """This rank, and the averager class of the library."""
+    if library == "ours":
+        import horovod.torch as hvd
+
+        from hvd_averaging import PeriodicModelAverager
+
+        hvd.init()
+        return hvd.rank(), PeriodicModelAverager
+    from torch.distributed.algorithms.model_averaging import averagers
+
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank(), averagers.PeriodicModelAverager
+
+
+if __name__ == "__main__":
+    library, directory = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    rank, averager_class = start(library)
+    runs = {f"{period}-{warmup}": train(rank, averager_class(period, warmup)) for period, warmup in SCHEDULES}
+    np.savez(directory / f"{library}-{rank}.npz", **runs)
