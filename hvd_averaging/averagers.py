@@ -67,7 +67,7 @@ class ModelAverager(ABC):
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
         self.step = 0
-        self._last_round = -1
+        self._last_round: int | None = None
         self._first: weakref.ref[Any] | None = None
         self._rounds = Rounds(name or type(self).__name__, process_set, timeout, bucket_bytes)
 
@@ -179,7 +179,7 @@ class ModelAverager(ABC):
                 stacklevel=2,
             )
         self.step = int(state_dict.get("step", 0))
-        self._last_round = -1
+        self._last_round = None
 
     def __enter__(self) -> Self:
         return self

@@ -67,9 +67,9 @@ class Channel:
             return pending.result()
         except HorovodInternalError as error:
             raise collective_error(
-                f"{self.where}: Horovod gave up on this round: {error} Most often another rank has failed or has ended "
-                "(its log says why). If ranks have different numbers of batches, call averager.join(params) on each "
-                "rank after its last batch. The parameters here are as they were before the round."
+                f"{self.where}: this round failed, most often because another rank has failed or ended (its log says "
+                "why). If ranks have different numbers of batches, call averager.join(params) on each rank after its "
+                f"last one. The parameters here are as they were before the round. Horovod says: {error}"
             ) from error
 
     def _wait(self, pending: Pending) -> None:

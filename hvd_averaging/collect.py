@@ -31,15 +31,17 @@ class Collected:
     tensors: Sequence[Any]
     layout: Layout
     ignored: int = 0
+    signature: tuple[Any, ...] = ()
 
 
-def collect(params: object, *, everything: bool = False) -> Collected:
+def collect(params: object, *, everything: bool = False, known: Collected | None = None) -> Collected:
     """The tensors of ``params`` that are averaged, in order, tied ones once.
 
     Args:
         params: a model, an optimizer, its ``param_groups``, an iterable of tensors or of ``(name, tensor)`` pairs, or
             a dict of tensors.
         everything: take every tensor, frozen and integer ones and a model's buffers too (for broadcasts and checks).
+        known: what was collected last time: if it is the same again, it is not looked at in detail again.
 
     Raises:
         TypeError: ``params`` is or holds something else, or tensors of two frameworks.
@@ -50,11 +52,21 @@ def collect(params: object, *, everything: bool = False) -> Collected:
     kept: dict[Any, Named] = {}
     for name, tensor in named:
         if everything or adapter.takes_part(tensor):
-            adapter.check(name, tensor)
-            kept.setdefault(adapter.identity(tensor), (name, tensor))
+            kept.setdefault(adapter.identity(name, tensor), (name, tensor))
+    signature = tuple((identity, name) for identity, (name, _) in kept.items())
+    same = known is not None and known.adapter is adapter and known.signature == signature
+    layout = known.layout if known is not None and same else _describe(adapter, kept.values())
+    tensors = [tensor for _, tensor in kept.values()]
+    return Collected(adapter, tensors, layout, len(named) - len(kept), signature)
+
+
+def _describe(adapter: Adapter, named: Iterable[Named]) -> Layout:
     places: dict[Any, int] = {}
-    entries = tuple(adapter.entry(name, tensor, places) for name, tensor in kept.values())
-    return Collected(adapter, [tensor for _, tensor in kept.values()], Layout(entries), len(named) - len(kept))
+    entries = []
+    for name, tensor in named:
+        adapter.check(name, tensor)
+        entries.append(adapter.entry(name, tensor, places))
+    return Layout(tuple(entries))
 
 
 def _expand(params: object, everything: bool) -> Iterable[Named]:
@@ -91,13 +103,15 @@ def _expand_items(params: Iterable[Any]) -> list[Named]:
     return named
 
 
-def collect_or_explain(params: object, *, everything: bool = False) -> tuple[Collected, Exception | None]:
+def collect_or_explain(
+    params: object, *, everything: bool = False, known: Collected | None = None
+) -> tuple[Collected, Exception | None]:
     """Like :func:`collect`, but with an error in hand instead of raised: the other ranks wait and must hear of it.
 
     It is raised after all where no Horovod is up that could tell them.
     """
     try:
-        return collect(params, everything=everything), None
+        return collect(params, everything=everything, known=known), None
     except (TypeError, ValueError) as error:
         adapter = initialized_adapter()
         if adapter is None:

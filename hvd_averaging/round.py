@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,11 +72,12 @@ class Rounds:
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
         self._agreed: _Agreed | None = None
+        self._collected: Collected | None = None
         self._broken: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers and agreements belong to the running job: a copy agrees afresh in its first round.
-        return {**self.__dict__, "_agreed": None, "_broken": None}
+        return {**self.__dict__, "_agreed": None, "_collected": None, "_broken": None}
 
     def run(
         self,
@@ -96,9 +97,10 @@ class Rounds:
             TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
         """
         started = time.perf_counter()
-        collected, failure = collect_or_explain(() if presence is Presence.LEAVING else params)
+        collected, failure = collect_or_explain(() if presence is Presence.LEAVING else params, known=self._collected)
         if collected.ignored and not collected.tensors:
             warnings.warn(f"{self.name}: nothing to average, all parameters are frozen or integers.", stacklevel=3)
+        self._collected = replace(collected, tensors=())  # keeps no parameter alive
         channel = self._channel(collected, step)
         if not channel.members.included:
             return None

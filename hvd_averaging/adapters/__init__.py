@@ -35,7 +35,7 @@ class Reduction(Pending, Protocol):
     """The buffers of one layout on one process set, used again in every round."""
 
     def start(self, tensors: Sequence[Any] | None, header: Sequence[float]) -> Pending:
-        """Pack ``tensors`` (``None``: zeros) and ``header`` and begin to average them over the process set."""
+        """Pack ``tensors`` (``None``: zeros) and ``header`` and begin to sum them over the process set."""
 
     def result(self) -> Sequence[float]:
         """The sum of the headers over the ranks."""
@@ -65,8 +65,8 @@ class Adapter(Protocol):
     def check(self, name: str, tensor: Any) -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``tensor`` could not be read and written in place."""
 
-    def identity(self, tensor: Any) -> Hashable:
-        """Equal for tensors that share their elements, such as tied weights."""
+    def identity(self, name: str, tensor: Any) -> Hashable:
+        """Equal for tensors that share their elements, such as tied weights. ``TypeError`` if that cannot be told."""
 
     def entry(self, name: str, tensor: Any, places: dict[Any, int]) -> Entry:
         """Describe ``tensor``; ``places`` numbers the devices seen so far and is extended."""

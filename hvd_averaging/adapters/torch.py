@@ -63,10 +63,11 @@ class TorchAdapter:
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: pass tensor.contiguous().")
 
-    def identity(self, tensor: torch.Tensor) -> Hashable:
-        if tensor.numel() == 0:
-            return id(tensor)
-        return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    def identity(self, name: str, tensor: torch.Tensor) -> Hashable:
+        if not _is_plain(tensor):
+            self.check(name, tensor)  # says why
+        pointer = tensor.data_ptr() or id(tensor)  # tensors without elements all point nowhere
+        return tensor.device, pointer, tensor.dtype, tensor.shape, tensor.stride()
 
     def entry(self, name: str, tensor: torch.Tensor, places: dict[Any, int]) -> Entry:
         place = places.setdefault(tensor.device, len(places))
@@ -123,7 +124,7 @@ class _TorchReduction:
         # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
         self._handles = [
             self._hvd.grouped_allreduce_async_(
-                [flat], name=name, op=self._hvd.Average, process_set=self._members.process_set
+                [flat], name=name, op=self._hvd.Sum, process_set=self._members.process_set
             )
             for flat, name in zip(self._flat, self._names, strict=True)
         ]
@@ -135,17 +136,15 @@ class _TorchReduction:
     def result(self) -> list[float]:
         for handle in self._handles:
             self._hvd.synchronize(handle)
-        mean: list[float] = self._flat[0][-headers.LENGTH :].tolist()
-        return [value * self._members.size for value in mean]
+        sums: list[float] = self._flat[0][-headers.LENGTH :].tolist()
+        return sums
 
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        if contributors != self._members.size:
-            # Horovod divided by the size of the process set, but the other ranks brought nothing but zeros.
-            for flat in self._flat:
-                flat.mul_(self._members.size / contributors)
-        if self._views:
-            torch._foreach_copy_(self._pieces(tensors), self._views)
+        # Dividing on the way back costs no pass over memory, unlike Horovod's Average, and divides by the ranks that
+        # took part, not by the size of the process set.
+        for piece, view in zip(self._pieces(tensors), self._views, strict=True):
+            torch.div(view, contributors, out=piece)
 
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
@@ -197,6 +196,11 @@ class _TorchBroadcast:
             tensor.copy_(received.view(tensor.shape))
             start = stop
         return self._tensors
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own, that a pointer and strides describe."""
+    return tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
