@@ -1,0 +1,103 @@
+"""The demo as a user runs it: what it prints and draws, and what it says when it is called wrongly."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TORCH = ROOT / "examples" / "torch_local_sgd.py"
+
+
+class Row(NamedTuple):
+    accuracy: float
+    rounds: int
+    megabytes: float
+
+
+def table_row(output: str, name: str) -> Row:
+    match = re.search(rf"{name} +([\d.]+)% +(\d+) +([\d.]+) +[\d.]+\s", output)
+    assert match, f"no table row for {name!r} in:\n{output}"
+    accuracy, rounds, megabytes = match.groups()
+    return Row(float(accuracy), int(rounds), float(megabytes))
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", head[16:])
+
+
+def test_torch_demo_compares_three_ways(horovodrun, tmp_path):
+    epochs, period, warmup_steps = 2, 4, 3
+    options = f"--epochs {epochs} --period {period} --warmup-steps {warmup_steps} --seed 5 --output".split()
+    launched = horovodrun(2, TORCH, limit=100, args=[*options, str(tmp_path / "new" / "folder")])
+    assert launched.returncode == 0, launched.output
+
+    steps = epochs * (400 // 16)  # 800 digits on 2 ranks, in batches of 16
+    rounds = sum(step >= warmup_steps and (step - warmup_steps) % period == 0 for step in range(steps)) + 1  # and join
+    payload = 4 * (64 * 256 + 256 + 256 * 10 + 10)  # bytes of the network; a ring of two sends as much
+
+    gradients = table_row(launched.output, "gradient averaging")
+    models = table_row(launched.output, "model averaging")
+    alone = table_row(launched.output, "one rank, one shard")
+    assert (gradients.rounds, models.rounds, alone.rounds) == (steps, rounds, 0)
+    assert gradients.megabytes == pytest.approx(steps * payload / 1e6, abs=0.005)
+    # A round also carries its header, and the table has two decimals.
+    assert models.megabytes == pytest.approx(rounds * payload / 1e6, rel=0.005, abs=0.005)
+    assert alone.megabytes == 0
+    assert min(gradients.accuracy, models.accuracy, alone.accuracy) > 75
+
+    picture = tmp_path / "new" / "folder" / "torch_local_sgd.png"
+    assert f"Picture: {picture}" in launched.output
+    width, height = png_size(picture)
+    assert width > 800 and height > 400 and picture.stat().st_size > 10_000
+
+
+def test_torch_demo_on_one_rank_says_how_to_launch_it(tmp_path):
+    command = [sys.executable, str(TORCH), "--epochs", "1", "--output", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert f"Launch four: horovodrun -np 4 python {TORCH}" in run.stdout.splitlines()[0]
+    assert table_row(run.stdout, "model averaging").megabytes == 0
+
+
+def test_torch_demo_refuses_a_bad_option_before_it_trains():
+    run = subprocess.run([sys.executable, str(TORCH), "--period", "0"], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "torch_local_sgd.py: argument --period: '0' is not a whole number of at least 1" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--period", "2.5"], "'2.5' is not a whole number of at least 1"),
+        (["--warmup-steps=-1"], "'-1' is not a whole number of at least 0"),
+        (["--epochs", "many"], "'many' is not a whole number of at least 1"),
+        (["--seed="], "'' is not a whole number of at least 0"),
+        (["--output", __file__], "cannot make the folder"),
+        (["--learn"], "unrecognized arguments: --learn"),
+    ],
+)
+def test_bad_options_are_explained_in_one_line(arguments, complaint, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)  # where the default folder may be made
+    parse = runpy.run_path(str(TORCH.with_name("options.py")))["parse"]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        parse("A demo.")
+    errors = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert complaint in errors and errors.count("\n") == 1
+
+
+def test_demo_script_names_the_demos_there_are(tmp_path):
+    run = subprocess.run([ROOT / "scripts" / "demo", "caffe"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "demo: there is no demo called 'caffe', only: torch\n"
