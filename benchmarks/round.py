@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import timeit
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every time and ratio to this file")
     arguments = parser.parse_args()
     hvd.init()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))  # ranks that fight for cores measure that
     seconds = measure(contestants(), arguments.repeats)
     if hvd.rank() == 0:
         results = report(seconds, seconds_without_round())

@@ -26,8 +26,8 @@ class Mixed(torch.nn.Module):
         self.norm = torch.nn.BatchNorm2d(3)
         self.norm.num_batches_tracked += rank
         self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
-        self.half = torch.nn.Parameter(torch.randn(5).bfloat16())
-        self.register_buffer("complex", torch.randn(2, dtype=torch.complex64))
+        self.short = torch.nn.Parameter(torch.randn(5).bfloat16())
+        self.register_buffer("pairs", torch.randn(2, dtype=torch.complex64))
         self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
         self.register_buffer("empty", torch.empty(0, 3))
         self.register_buffer("odd", torch.tensor([float("nan"), -0.0, rank], dtype=torch.float64))
