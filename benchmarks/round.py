@@ -75,7 +75,7 @@ def report(seconds: dict[str, list[float]], idle: float) -> dict[str, object]:
         table.add_column(column, justify="left" if not column else "right")
     for name, median in medians.items():
         table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(seconds[name]):.1f}", f"{medians[OURS] / median:.2f}")
-    console = Console()
+    console = Console(force_terminal=False, highlight=False)  # launchers put tags before every line
     console.print(table)
     console.print(f"A call at a step without a round: {1e6 * idle:.2f} µs.")
     return {
