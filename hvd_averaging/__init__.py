@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         ProcessSetError,
         StepMismatchError,
     )
-    from .replicas import ReplicaReport, average_parameters, broadcast_parameters, check_replicas
+    from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
     from .round import Round
 
 __version__ = "0.1.0.dev0"
@@ -49,7 +49,7 @@ _HOMES = {
         "ProcessSetError",
         "StepMismatchError",
     ),
-    "replicas": ("ReplicaReport", "average_parameters", "broadcast_parameters", "check_replicas"),
+    "replicas": ("ReplicaReport", "average_parameters", "averaged", "broadcast_parameters", "check_replicas"),
     "round": ("Round",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -68,6 +68,7 @@ __all__ = [
     "Round",
     "StepMismatchError",
     "average_parameters",
+    "averaged",
     "broadcast_parameters",
     "check_replicas",
 ]

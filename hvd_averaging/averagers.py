@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .collect import peek
+from .adapters import Recorder, outside_autograph, recorder
+from .collect import collect, peek
+from .errors import AveragingError
 from .header import Presence
 from .process_sets import check_process_set
 from .round import Round, Rounds
@@ -42,9 +44,6 @@ class ModelAverager(ABC):
         bucket_bytes: the size of the largest buffer that parameters travel in; ``None`` is as large as Horovod can
             count, which is the fastest.
 
-    Attributes:
-        step: how many optimizer steps were counted; starts at 0.
-
     As a context manager an averager checks at the end that all ranks counted the same number of steps, and raises
     :class:`StepMismatchError` on every rank if not; when the block ends by an exception, it does nothing.
     """
@@ -66,17 +65,20 @@ class ModelAverager(ABC):
             raise ValueError(f"timeout is a positive number of seconds, or None to wait for ever; not {timeout!r}.")
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
-        self.step = 0
+        self._counter: Any = 0  # or a variable of the framework, once a graph counts
         self._last_round: int | None = None
         self._first: weakref.ref[Any] | None = None
         self._rounds = Rounds(name or type(self).__name__, process_set, timeout, bucket_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_first": None}
+        return {**self.__dict__, "_first": None, "_counter": self.step}
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Whether a round happens at ``step``; must be the same on every rank."""
+        """Whether a round happens at ``step``; must be the same on every rank.
+
+        Inside a ``tf.function``, ``step`` is a tensor: write ``&`` and ``|`` for ``and`` and ``or``, and no ``if``.
+        """
 
     @abstractmethod
     def describe(self) -> str:
@@ -88,11 +90,24 @@ class ModelAverager(ABC):
         return self._rounds.name
 
     @property
+    def step(self) -> int:
+        """How many optimizer steps were counted; starts at 0."""
+        return int(self._counter)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if hasattr(self._counter, "assign"):
+            self._counter.assign(step)
+        else:
+            self._counter = step
+
+    @property
     def process_set(self) -> Any:
         """The process set that was passed in; ``None`` is all ranks."""
         return self._rounds.process_set
 
-    def average_parameters(self, params: object) -> Round | None:
+    @outside_autograph
+    def average_parameters(self, params: object, *, steps: int = 1) -> Round | None:
         """Count one optimizer step, and average if a round is due at it.
 
         Call it after ``optimizer.step()``, once per optimizer step, on every rank. Trainable floating-point and complex
@@ -102,9 +117,14 @@ class ModelAverager(ABC):
         Args:
             params: a model, ``model.parameters()``, ``model.named_parameters()``, an optimizer or its
                 ``param_groups``, an iterable of tensors, or a dict of them; the same on every rank.
+            steps: optimizer steps since the last call, the same on every rank. If rounds are due at several of them,
+                one is run, at the last.
 
         Returns:
             What the round did, or ``None`` if there was none at this step.
+
+        Inside a ``tf.function`` the call becomes part of the graph: whether a round is due is decided every time the
+        graph runs, and the result is ``None``. Errors come as TensorFlow's, with the message of the error here.
 
         Raises:
             AveragingError: one of its subclasses says what went wrong: ranks that differ, a rank that failed or never
@@ -112,13 +132,31 @@ class ModelAverager(ABC):
             TypeError, ValueError: ``params`` cannot be averaged.
         """
         params = self._recognise(params)
-        if not self.due(self.step):
-            self.step += 1
+        graph = recorder()
+        if graph is not None:
+            self._record(graph, params, steps)
             return None
-        met = self._rounds.run(params, self.step, self.describe())
-        self._last_round = self.step
-        self.step += 1
+        step = self.step
+        due = next(filter(self.due, range(step + steps - 1, step - 1, -1)), None)
+        done = None if due is None else self._average(params, due)
+        self.step = step + steps
+        return done
+
+    def _average(self, params: object, step: int) -> Round | None:
+        met = self._rounds.run(params, step, self.describe())
+        self._last_round = step
         return None if met is None else met[0]
+
+    def _record(self, graph: Recorder, params: object, steps: int) -> None:
+        """Make a call part of the graph that is being recorded: from now on the counter lives in the framework."""
+        if steps != 1:
+            raise ValueError(
+                f"{self.name}: inside a graph one call is one optimizer step; steps={steps} works outside."
+            )
+        params = list(params) if isinstance(params, Iterator) else params
+        if not hasattr(self._counter, "assign"):
+            self._counter = graph.counter(self._counter)
+        graph.record(self._counter, self.due, lambda step: self._average(params, step), collect(params).tensors)
 
     def _recognise(self, params: object) -> object:
         """Refuse a second set of parameters: its calls would count as steps, and it might never be averaged."""
@@ -135,6 +173,7 @@ class ModelAverager(ABC):
             )
         return params
 
+    @outside_autograph
     def join(self, params: object) -> Round | None:
         """Say that this rank has no more batches, and stay with the others until they have none either.
 
@@ -154,6 +193,10 @@ class ModelAverager(ABC):
         """
         params = self._recognise(params)
         params = list(params) if isinstance(params, Iterator) else params  # it serves several rounds
+        if recorder() is not None:
+            raise AveragingError(
+                f"{self.name}: join() waits for other ranks and cannot be in a graph: call it outside."
+            )
         while True:
             fresh = self.step - 1 != self._last_round
             met = self._rounds.run(params, self.step, self.describe(), Presence.JOINING, contributes=fresh)
@@ -246,7 +289,8 @@ class PeriodicModelAverager(ModelAverager):
             )
 
     def due(self, step: int) -> bool:
-        return step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0
+        # Written so that it also serves a counter in a TensorFlow graph.
+        return (step >= self.warmup_steps) & ((step - self.warmup_steps) % self.period == 0)
 
     def describe(self) -> str:
         """For example ``PeriodicModelAverager(period=4, warmup_steps=10, name='PeriodicModelAverager')``."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import Adapter, initialized_adapter, loaded_adapters
+from .adapters import Adapter, initialized_adapter, loaded_adapters, recorder
 from .errors import AveragingError
 from .layout import Layout
 
@@ -47,8 +47,7 @@ def collect(params: object, *, everything: bool = False, known: Collected | None
         TypeError: ``params`` is or holds something else, or tensors of two frameworks.
         ValueError: a tensor that cannot be updated in place, or an iterator with nothing (left) in it.
     """
-    named = list(_expand(params, everything))
-    adapter = _common_adapter(named)
+    adapter, named = _of_one_framework(list(_expand(params, everything)))
     kept: dict[Any, Named] = {}
     for name, tensor in named:
         if everything or adapter.takes_part(tensor):
@@ -71,7 +70,7 @@ def _describe(adapter: Adapter, named: Iterable[Named]) -> Layout:
 
 def _expand(params: object, everything: bool) -> Iterable[Named]:
     for adapter in loaded_adapters():
-        if adapter.owns(params):
+        if adapter.native(params) is not None:
             raise TypeError(f"A single tensor cannot be averaged on its own: put it in a list, [tensor]. {_EXAMPLES}")
         opened = adapter.open(params, everything)
         if opened is not None:
@@ -110,6 +109,11 @@ def collect_or_explain(
 
     It is raised after all where no Horovod is up that could tell them.
     """
+    if recorder() is not None:
+        raise AveragingError(
+            "This talks to the other ranks at once and cannot be part of a graph: call it outside the tf.function. "
+            "Only averager.average_parameters(...) works inside."
+        )
     try:
         return collect(params, everything=everything, known=known), None
     except (TypeError, ValueError) as error:
@@ -146,25 +150,31 @@ def _named_in_group(number: int, group: Mapping[str, Any]) -> Iterator[Named]:
         yield (names[position] if names else f"group{number}.{position}"), parameter
 
 
-def _common_adapter(named: Sequence[Named]) -> Adapter:
-    if not named:
+def _of_one_framework(items: Sequence[Named]) -> tuple[Adapter, list[Named]]:
+    """The adapter for these tensors, and the tensors as it knows them."""
+    if not items:
         adapter = initialized_adapter()
         if adapter is None:
             raise AveragingError(
                 "There is nothing to average, and no Horovod is initialized to ask the other ranks whether they have "
                 "something: call hvd.init() first, and pass the model's parameters."
             )
-        return adapter
-    owners: dict[str, tuple[Adapter, str]] = {}
-    for name, tensor in named:
-        adapter = next((adapter for adapter in loaded_adapters() if adapter.owns(tensor)), None)
-        if adapter is None:
-            raise TypeError(f"{name!r} is {_kind(tensor)}, not a tensor. {_EXAMPLES}")
-        owners.setdefault(adapter.framework, (adapter, name))
-    if len(owners) > 1:
-        places = " and ".join(f"{name!r} of {framework}" for framework, (_, name) in owners.items())
+        return adapter, []
+    named: dict[str, list[Named]] = {}
+    adapters = loaded_adapters()
+    for name, item in items:
+        for adapter in adapters:
+            tensor = adapter.native(item)
+            if tensor is not None:
+                named.setdefault(adapter.framework, []).append((name, tensor))
+                break
+        else:
+            raise TypeError(f"{name!r} is {_kind(item)}, not a tensor. {_EXAMPLES}")
+    if len(named) > 1:
+        places = " and ".join(f"{found[0][0]!r} of {framework}" for framework, found in named.items())
         raise TypeError(f"One round averages the tensors of one framework, but there are {places}: make two averagers.")
-    return next(iter(owners.values()))[0]
+    ((framework, tensors),) = named.items()
+    return next(adapter for adapter in adapters if adapter.framework == framework), tensors
 
 
 def _is_group(item: Mapping[Any, Any]) -> bool:

@@ -124,7 +124,7 @@ class Layout:
             place, device, dtype = kind
             limit = MAX_BUCKET_ELEMENTS - reserve
             if bucket_bytes is not None:
-                limit = max(1, min(limit, bucket_bytes // WIRE_ITEMSIZE[dtype]))
+                limit = max(2, min(limit, bucket_bytes // WIRE_ITEMSIZE[dtype]))  # complex pairs stay together
             buckets += (Bucket(dtype, device, place, pieces) for pieces in _fill(group, limit))
         return tuple(buckets) or (Bucket("float32", "cpu", 0, ()),)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .adapters import outside_autograph
 from .agreement import Claim, agree
 from .averagers import DEFAULT_TIMEOUT
 from .channel import Channel
@@ -16,6 +19,7 @@ from .process_sets import check_process_set, members
 from .round import Round, Rounds
 
 
+@outside_autograph
 def average_parameters(
     params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT
 ) -> Round | None:
@@ -38,6 +42,36 @@ def average_parameters(
     return None if met is None else met[0]
 
 
+@contextmanager
+def averaged(params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Inside the block ``params`` hold the mean, after it each rank's own values again, bit for bit.
+
+    For evaluating the averaged model in mid-training, without disturbing the training::
+
+        with averaged(model):
+            accuracy = evaluate(model)
+
+    All ranks of the process set enter together; leaving needs no communication, so an exception in the block, too,
+    leaves every rank with its own values. Needs a copy of the parameters while it lasts.
+
+    Args:
+        params, process_set, timeout: as for :func:`average_parameters`.
+
+    Raises:
+        AveragingError, TypeError, ValueError: as :func:`average_parameters`.
+    """
+    params = list(params) if isinstance(params, Iterator) else params
+    collected, _ = collect_or_explain(params)
+    copies = [collected.adapter.copy(tensor) for tensor in collected.tensors]
+    average_parameters(params, process_set, timeout=timeout)
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(collected.tensors, copies, strict=True):
+            collected.adapter.restore(tensor, copy)
+
+
+@outside_autograph
 def broadcast_parameters(
     params: object, root_rank: int = 0, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT
 ) -> None:
@@ -90,6 +124,7 @@ class ReplicaReport:
         return f"replicas differ: {shown}{more}"
 
 
+@outside_autograph
 def check_replicas(
     params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT
 ) -> ReplicaReport | None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 from ..layout import Bucket, Entry
 from ..process_sets import Members
 
-_ADAPTERS = {"torch": "TorchAdapter"}
+_ADAPTERS = {"torch": "TorchAdapter", "tensorflow": "TensorFlowAdapter"}
 """Framework (as imported) to the class of its adapter, which lives in the module of the framework's name."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _adapters: dict[str, Adapter] = {}
 
@@ -53,8 +55,8 @@ class Adapter(Protocol):
     def hvd(self) -> Any:
         """Horovod's module for the framework, such as ``horovod.torch``."""
 
-    def owns(self, thing: object) -> bool:
-        """Whether ``thing`` is a tensor or variable of this framework."""
+    def native(self, thing: object) -> Any:
+        """``thing`` as a tensor or variable of this framework (Keras variables hold one), else ``None``."""
 
     def open(self, thing: object, everything: bool) -> list[Any] | None:
         """What is in a model (named tensors; with ``everything``, buffers too) or optimizer (groups), else ``None``."""
@@ -80,13 +82,48 @@ class Adapter(Protocol):
     def broadcast(self, tensors: Sequence[Any], name: str, root_rank: int, members: Members) -> Pending:
         """Begin to copy the bytes of ``tensors`` from ``root_rank``; ``result`` writes them in place."""
 
+    def copy(self, tensor: Any) -> Any:
+        """A copy of the elements, to :meth:`restore` them from."""
+
+    def restore(self, tensor: Any, copy: Any) -> None:
+        """Write back what :meth:`copy` gave, in place and bit for bit."""
+
     def bytes_of(self, tensor: Any) -> bytes | memoryview:
         """The elements of ``tensor`` in logical order, as bytes."""
+
+
+def recorder() -> Recorder | None:
+    """For when a framework is recording a graph right now, instead of doing what it is told."""
+    if "tensorflow" in sys.modules and sys.modules["tensorflow"].inside_function():
+        return cast(Recorder, _load("tensorflow"))
+    return None
+
+
+def outside_autograph(function: Function) -> Function:
+    """Have TensorFlow's AutoGraph call ``function`` as it is, instead of translating it line by line."""
+    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    return function
 
 
 def loaded_adapters() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported."""
     return [_load(framework) for framework in _ADAPTERS if framework in sys.modules]
+
+
+class Recorder(Protocol):
+    """What an adapter can do besides if its framework records graphs."""
+
+    def counter(self, value: int) -> Any:
+        """A variable that graphs can count in, with ``assign`` and ``int()``."""
+
+    def record(
+        self, counter: Any, due: Callable[[Any], Any], run: Callable[[int], object], tensors: Sequence[Any]
+    ) -> None:
+        """Add to the graph being recorded: count, and ``run(step)`` if ``due(step)``, after what changes ``tensors``.
+
+        Raises:
+            AveragingError: ``due`` cannot be part of a graph, or graphs could not run it.
+        """
 
 
 def initialized_adapter() -> Adapter | None:

@@ -8,6 +8,7 @@ in 32 bits. Buckets also hold what 16-bit floats need: sums are formed in float3
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -32,8 +33,10 @@ class TorchAdapter:
 
         return horovod.torch
 
-    def owns(self, thing: object) -> bool:
-        return isinstance(thing, torch.Tensor)
+    def native(self, thing: object) -> Any:
+        variable = getattr(sys.modules.get("keras"), "Variable", ())
+        held = thing.value if isinstance(thing, variable) else thing
+        return held if isinstance(held, torch.Tensor) else None
 
     def open(self, thing: object, everything: bool) -> list[Any] | None:
         if isinstance(thing, torch.nn.Module):
@@ -86,6 +89,13 @@ class TorchAdapter:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root_rank: int, members: Members) -> Pending:
         return _TorchBroadcast(self.hvd, tensors, name, root_rank, members)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        tensor.copy_(copy)
 
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         return _as_bytes(tensor).cpu().numpy().data
