@@ -6,6 +6,7 @@ No test compiles Horovod to the end; `scripts/setup` does that before any test r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -406,7 +407,9 @@ class TestFailuresWhileBuilding:
     def test_interrupted(self, number: int, seeded_cache: Path) -> None:
         arguments = ["--no-install", "--without-tensorflow", "--cache-dir", str(seeded_cache)]
         command = [sys.executable, "-m", "hvd_averaging.build_horovod", *arguments]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as builder:
+        # Jobs that a shell runs in the background ignore Ctrl-C, and so do their children, unless told otherwise.
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as builder:
             try:
                 wait_until(lambda: "CXX compiler" in "".join(log.read_text() for log in seeded_cache.glob("logs/*")))
                 builder.send_signal(number)
