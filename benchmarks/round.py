@@ -2,6 +2,7 @@
 
     horovodrun -np 2 python benchmarks/round.py
     horovodrun -np 2 --mpi python benchmarks/round.py --repeats 30 --json round.json
+    horovodrun -np 2 python benchmarks/round.py --framework tensorflow
 
 The contestants take turns inside one run, so that a noisy machine is equally noisy for all of them; what counts is the
 ratio of medians.
@@ -10,6 +11,7 @@ ratio of medians.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -18,41 +20,69 @@ import timeit
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import horovod.torch as hvd
-import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import resnet50
 
 from hvd_averaging import PeriodicModelAverager
 
+Contestants = dict[str, Callable[[], object]]
+
 OURS = "hvd_averaging round"
-GROUPED = "hvd.grouped_allreduce_"
-FLAT = "hvd.allreduce_, one flat tensor"
 
 
-def contestants() -> dict[str, Callable[[], object]]:
-    shapes = resnet50()
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    tensors = [torch.randn(shape) for shape in shapes]
-    flat = torch.randn(sum(tensor.numel() for tensor in tensors))
+def averager() -> PeriodicModelAverager:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # period=1: here every call is to be a round
-        averager = PeriodicModelAverager(period=1)
+        return PeriodicModelAverager(period=1)
+
+
+def torch_contestants(hvd: Any) -> Contestants:
+    import torch
+
+    torch.set_num_threads(threads_per_rank(hvd))
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in resnet50()]
+    tensors = [torch.randn(shape) for shape in resnet50()]
+    flat = torch.randn(sum(tensor.numel() for tensor in tensors))
+    every_step = averager()
     return {
-        OURS: lambda: averager.average_parameters(parameters),
-        GROUPED: lambda: hvd.grouped_allreduce_(tensors, name="grouped", op=hvd.Average),
-        FLAT: lambda: hvd.allreduce_(flat, name="flat", op=hvd.Average),
+        OURS: lambda: every_step.average_parameters(parameters),
+        "hvd.grouped_allreduce_": lambda: hvd.grouped_allreduce_(tensors, name="grouped", op=hvd.Average),
+        "hvd.allreduce_, one flat tensor": lambda: hvd.allreduce_(flat, name="flat", op=hvd.Average),
     }
 
 
-def measure(functions: dict[str, Callable[[], object]], repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
+def tensorflow_contestants(hvd: Any) -> Contestants:
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(threads_per_rank(hvd))
+    variables, others = ([tf.Variable(tf.random.normal(shape)) for shape in resnet50()] for _ in range(2))
+    every_step = averager()
+
+    def by_hand() -> None:
+        means = hvd.grouped_allreduce([variable.read_value() for variable in others], name="by_hand", op=hvd.Average)
+        for variable, mean in zip(others, means, strict=True):
+            variable.assign(mean)
+
+    return {
+        OURS: lambda: every_step.average_parameters(variables),
+        "hvd.grouped_allreduce and assign, in one tf.function": tf.function(by_hand, autograph=False),
+    }
+
+
+def threads_per_rank(hvd: Any) -> int:
+    """Ranks that fight for cores would measure that."""
+    return max(1, (os.cpu_count() or 1) // int(hvd.local_size()))
+
+
+def measure(hvd: Any, functions: Contestants, repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
     """Seconds of every call, the functions taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(warm_up + repeats):
         for name, function in functions.items():
-            hvd.barrier()
+            hvd.broadcast_object(0, name="line_up")  # a barrier, which horovod.tensorflow lacks
             started = time.perf_counter()
             function()
             if repeat >= warm_up:
@@ -62,15 +92,19 @@ def measure(functions: dict[str, Callable[[], object]], repeats: int, warm_up: i
 
 def seconds_without_round(calls: int = 100_000) -> float:
     """Seconds of one ``average_parameters`` call at a step that has no round."""
-    averager = PeriodicModelAverager(period=10**9, warmup_steps=10**9)
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(161)]
-    return min(timeit.repeat(lambda: averager.average_parameters(parameters), number=calls, repeat=5)) / calls
+    idle = PeriodicModelAverager(period=10**9, warmup_steps=10**9)
+
+    class Parameter:
+        pass
+
+    parameters = [Parameter() for _ in range(161)]
+    return min(timeit.repeat(lambda: idle.average_parameters(parameters), number=calls, repeat=5)) / calls
 
 
-def report(seconds: dict[str, list[float]], idle: float) -> dict[str, object]:
+def report(hvd: Any, framework: str, seconds: dict[str, list[float]], idle: float) -> dict[str, object]:
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     backend = "Open MPI" if hvd.mpi_enabled() else "Gloo"
-    table = Table(title=f"One round, ResNet-50 shapes (161 tensors, 25.6 M fp32), {hvd.size()} ranks, {backend}")
+    table = Table(title=f"One round over ResNet-50's 25.6 M fp32: {framework}, {hvd.size()} ranks, {backend}")
     for column in ("", "median ms", "best ms", "ours / this"):
         table.add_column(column, justify="left" if not column else "right")
     for name, median in medians.items():
@@ -79,27 +113,31 @@ def report(seconds: dict[str, list[float]], idle: float) -> dict[str, object]:
     console.print(table)
     console.print(f"A call at a step without a round: {1e6 * idle:.2f} µs.")
     return {
+        "framework": framework,
         "ranks": hvd.size(),
         "backend": backend,
+        "threads_per_rank": threads_per_rank(hvd),
         "seconds": seconds,
         "median_seconds": medians,
         "ours_to_this": {name: medians[OURS] / median for name, median in medians.items()},
         "seconds_without_round": idle,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
     }
 
 
+CONTESTANTS = {"torch": torch_contestants, "tensorflow": tensorflow_contestants}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--framework", choices=CONTESTANTS, default="torch", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each contestant (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write every time and ratio to this file")
     arguments = parser.parse_args()
+    hvd = importlib.import_module(f"horovod.{arguments.framework}")
     hvd.init()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))  # ranks that fight for cores measure that
-    seconds = measure(contestants(), arguments.repeats)
+    seconds = measure(hvd, CONTESTANTS[arguments.framework](hvd), arguments.repeats)
     if hvd.rank() == 0:
-        results = report(seconds, seconds_without_round())
+        results = report(hvd, arguments.framework, seconds, seconds_without_round())
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=2))
 

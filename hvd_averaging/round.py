@@ -164,6 +164,8 @@ class Rounds:
     def _give_up(self, error: AveragingError) -> None:
         """After these the ranks no longer know of each other where they are."""
         if isinstance(error, AveragingTimeoutError):
+            if self._agreed is not None:
+                self._agreed.reduction.abandon()
             self._broken = str(error)  # the other ranks may still enter the round that this one has left
         elif isinstance(error, CollectiveError):
             self._agreed = None  # Horovod may be started again (elastic mode), with other ranks

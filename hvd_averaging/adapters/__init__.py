@@ -45,6 +45,9 @@ class Reduction(Pending, Protocol):
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
 
+    def abandon(self) -> None:
+        """Nobody waits any more: should the collective come to an end after all, nothing may be written."""
+
 
 class Adapter(Protocol):
     """What the shared code asks of a framework."""

@@ -156,6 +156,9 @@ class _TorchReduction:
         for piece, view in zip(self._pieces(tensors), self._views, strict=True):
             torch.div(view, contributors, out=piece)
 
+    def abandon(self) -> None:
+        """Nothing to do: only :meth:`write` writes."""
+
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
         wire = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
