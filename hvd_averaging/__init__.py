@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .averagers import ModelAverager, PeriodicModelAverager
+    from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
     from .errors import (
         AveragingError,
         AveragingTimeoutError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "averagers": ("ModelAverager", "PeriodicModelAverager"),
+    "averagers": ("HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"),
     "errors": (
         "AveragingError",
         "AveragingTimeoutError",
@@ -58,6 +58,7 @@ __all__ = [
     "AveragingError",
     "AveragingTimeoutError",
     "CollectiveError",
+    "HierarchicalModelAverager",
     "HorovodNotInitializedError",
     "LayoutMismatchError",
     "ModelAverager",

@@ -12,7 +12,7 @@ from typing import Any
 
 from .adapters import Adapter, Pending
 from .errors import AveragingTimeoutError, collective_error, list_of_ranks
-from .process_sets import Members
+from .members import Members
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
 _TEXT_LENGTH = 240  # bytes
@@ -36,6 +36,8 @@ class Channel:
 
     def gather(self, row: Sequence[int], topic: str) -> dict[int, list[int]]:
         """The rows (equally long everywhere) of all ranks but those in ``hvd.join()``, by rank."""
+        if self.members.alone:
+            return {self.members.rank: list(row)}
         width = len(row) + 1  # a leading 1 tells a row of zeros from the silence of a joined rank
         table = [0] * (width * self.members.size)
         start = width * self.members.position

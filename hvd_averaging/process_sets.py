@@ -1,81 +1,179 @@
-"""Who takes part: the ranks of a Horovod process set, seen from this rank.
+"""Who averages with whom: the Horovod process sets that averaging needs, found or made on every rank alike.
 
-Knows Horovod's process sets, but no framework: the Horovod module of the framework in use is handed in.
+Every function here is called by all ranks together, after ``hvd.init()``, and returns the set that *this* rank belongs
+to. A set that exists already (made in ``hvd.init(process_sets=[...])``, say) is used again. The set of all ranks is
+Horovod's global one; a set of one rank needs no communication and is not registered.
+
+Horovod must know process sets: either list them, ``hvd.init(process_sets=[hvd.ProcessSet(r) for r in plan(8, [2])])``,
+or allow them to be added later, ``hvd.init(process_sets="dynamic")`` or ``HOROVOD_DYNAMIC_PROCESS_SETS=1``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import HorovodNotInitializedError, ProcessSetError
+from .adapters import Adapter, initialized_adapter
+from .channel import Channel
+from .errors import HorovodNotInitializedError, ProcessSetError, list_of_ranks
+from .layout import fingerprint
+from .members import describe, members
+
+Ranks = tuple[int, ...]
+
+_TIMEOUT = 120.0  # seconds for the ranks to tell each other their hosts, once, at the start
 
 
-@dataclass(frozen=True)
-class Members:
-    """The ranks of a process set, in order, and this process's own rank (both numbered over the whole job)."""
-
-    ranks: tuple[int, ...]
-    rank: int
-    process_set: Any
-
-    @property
-    def included(self) -> bool:
-        return self.rank in self.ranks
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def position(self) -> int:
-        return self.ranks.index(self.rank)
-
-    def __str__(self) -> str:
-        return describe(self.ranks)
-
-
-def describe(ranks: tuple[int, ...]) -> str:
-    """How messages name a process set; long ones are shortened."""
-    shown = ranks if len(ranks) <= 8 else (*ranks[:4], "...", ranks[-1])
-    return "{" + ", ".join(map(str, shown)) + "}"
-
-
-def members(process_set: Any, hvd: Any) -> Members:
-    """The members of ``process_set``, or of Horovod's global set for ``None``.
+def plan(size: int, sizes: Sequence[int]) -> list[list[int]]:
+    """The ranks of every process set that groups of these sizes need, for listing them in ``hvd.init``.
 
     Args:
-        process_set: a ``horovod.ProcessSet`` that was registered by ``hvd.init(process_sets=[...])`` or
-            ``hvd.add_process_set``, or ``None``.
-        hvd: ``horovod.torch`` or its like for another framework.
+        size: the number of ranks of the job; ``int(os.environ["HOROVOD_SIZE"])`` before ``hvd.init``.
+        sizes: of the groups, each dividing ``size``. Groups of one and of all ranks need no set.
 
     Raises:
-        HorovodNotInitializedError: ``hvd.init()`` was not called yet.
-        ProcessSetError: the running Horovod does not know this set.
+        ValueError: a size that does not divide ``size``.
+
+    Example::
+
+        >>> plan(8, [2, 4, 8])
+        [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    if not hvd.is_initialized():
+    everyone = range(size)
+    return [list(group) for each in sizes if 1 < each < size for group in _cut(everyone, each)]
+
+
+def by_size(size: int, within: Any = None) -> Any:
+    """The group of ``size`` neighbouring ranks that this rank is in.
+
+    Args:
+        size: of every group; it must divide the number of ranks.
+        within: the enclosing process set; ``None`` is all ranks. A rank outside it gets a set without itself.
+
+    Raises:
+        ValueError: on all ranks, if ``size`` does not divide the number of ranks; names the ranks left over.
+        ProcessSetError: Horovod knows no such sets and may not add them.
+    """
+    adapter = initialized()
+    enclosing = members(within, adapter.hvd)
+    return _register(adapter, _cut(enclosing.ranks, size))
+
+
+def hierarchy(sizes: Sequence[int], within: Any = None) -> list[Any]:
+    """One set per level, from the smallest groups to the largest: ``hierarchy([2, 8])``.
+
+    Args:
+        sizes: strictly increasing, each dividing the next.
+        within: as for :func:`by_size`.
+
+    Raises:
+        ValueError: sizes that do not increase, or do not divide the next level or the number of ranks.
+        ProcessSetError: as for :func:`by_size`.
+    """
+    for smaller, larger in itertools.pairwise(sizes):
+        if smaller >= larger or larger % smaller:
+            raise ValueError(f"Every level must be made of whole groups of the one below; {smaller}, {larger} are not.")
+    return [by_size(size, within) for size in sizes]
+
+
+def of(ranks: Iterable[int]) -> Any:
+    """The set of exactly these ranks, on every rank (also on those outside it, where averaging does nothing).
+
+    Raises:
+        ValueError: no ranks, the same twice, or ranks that the job does not have.
+        ProcessSetError: as for :func:`by_size`.
+    """
+    adapter = initialized()
+    wanted, size = tuple(sorted(ranks)), adapter.hvd.size()
+    if not wanted or len(set(wanted)) < len(wanted) or wanted[0] < 0 or wanted[-1] >= size:
+        raise ValueError(f"A process set is of different ranks from 0 to {size - 1}; {list(wanted)} is not.")
+    return _register(adapter, [wanted])
+
+
+def by_node() -> Any:
+    """The ranks on this rank's host.
+
+    Raises:
+        ProcessSetError: as for :func:`by_size`.
+    """
+    adapter = initialized()
+    return _register(adapter, _nodes(adapter))
+
+
+def across_nodes() -> Any:
+    """One rank of every host: those with this rank's position on its host.
+
+    Raises:
+        ValueError: on all ranks, if hosts have different numbers of ranks; names them.
+        ProcessSetError: as for :func:`by_size`.
+    """
+    adapter = initialized()
+    nodes = _nodes(adapter)
+    if len({len(node) for node in nodes}) > 1:
+        counts = "; ".join(f"{len(node)} on the host of {list_of_ranks(node)}" for node in nodes)
+        raise ValueError(f"Hosts have different numbers of ranks, so some would have no partner: {counts}.")
+    return _register(adapter, list(zip(*nodes, strict=True)))
+
+
+def initialized() -> Adapter:
+    """The adapter of the framework whose Horovod is up.
+
+    Raises:
+        HorovodNotInitializedError: there is none.
+    """
+    adapter = initialized_adapter()
+    if adapter is None:
         raise HorovodNotInitializedError(
-            f"Horovod is not initialized: call `import {hvd.__name__} as hvd; hvd.init()` at the start of the "
-            "script, and start it with `horovodrun -np 2 python train.py`."
+            "Process sets are made after hvd.init(): `import horovod.torch as hvd; hvd.init(process_sets='dynamic')`."
         )
-    if process_set is None or process_set.process_set_id == 0:
-        return Members(tuple(range(hvd.size())), hvd.rank(), hvd.global_process_set)
-    # The set remembers its number after hvd.shutdown(); only the running Horovod knows whether it still means this set.
-    registered = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
-    ranks = tuple(process_set.ranks or ())
-    if process_set.process_set_id is None or tuple(registered.get(process_set.process_set_id, ())) != ranks:
+    return adapter
+
+
+def _cut(ranks: Sequence[int], size: int) -> list[Ranks]:
+    if size < 1:
+        raise ValueError(f"A group has at least one rank; {size} is none.")
+    left_over = ranks[len(ranks) // size * size :]
+    if left_over:
+        raise ValueError(
+            f"{len(ranks)} ranks cannot be cut into groups of {size}: {list_of_ranks(left_over)} would be left over."
+        )
+    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def _nodes(adapter: Adapter) -> list[Ranks]:
+    """The ranks of every host, in order. Ranks compare the names of their hosts."""
+    channel = Channel(adapter, members(None, adapter.hvd), "process_sets", _TIMEOUT)
+    hosts = channel.gather([fingerprint(socket.gethostname())], "hosts")
+    nodes: dict[int, list[int]] = {}
+    for rank, (host,) in hosts.items():
+        nodes.setdefault(host, []).append(rank)
+    return [tuple(ranks) for ranks in nodes.values()]
+
+
+def _register(adapter: Adapter, groups: Sequence[Ranks]) -> Any:
+    """All groups, on every rank in the same order, as Horovod wants it; returns the one of this rank, or the last."""
+    hvd = adapter.hvd
+    sets = [_find_or_add(hvd, ranks) for ranks in groups]
+    return next((found for found, ranks in zip(sets, groups, strict=True) if hvd.rank() in ranks), sets[-1])
+
+
+def _find_or_add(hvd: Any, ranks: Ranks) -> Any:
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    if len(ranks) == 1:
+        return hvd.ProcessSet(list(ranks))
+    known = {tuple(known): number for number, known in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()}
+    if ranks in known:
+        found = hvd.ProcessSet(list(ranks))
+        found.process_set_id = known[ranks]
+        return found
+    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0").lower() not in ("1", "true"):
         raise ProcessSetError(
-            f"The process set {describe(ranks)} is not registered with the running Horovod: it never was, or it went "
-            "away with hvd.shutdown(). Register it on every rank, by hvd.init(process_sets=[...]) or "
-            "hvd.add_process_set(...), and make a new averager with it."
+            f"Horovod knows no process set {describe(ranks)} and may not add one. Either list the sets at the start, "
+            "hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in hvd_averaging.process_sets.plan(size, sizes)]), "
+            'or allow adding them, hvd.init(process_sets="dynamic") or HOROVOD_DYNAMIC_PROCESS_SETS=1.'
         )
-    return Members(ranks, hvd.rank(), process_set)
-
-
-def check_process_set(process_set: Any) -> None:
-    """Raise ``TypeError`` for what cannot be a Horovod process set."""
-    if process_set is not None and not hasattr(process_set, "process_set_id"):
-        raise TypeError(
-            f"process_set must be a Horovod ProcessSet or None, not {type(process_set).__name__}. For ranks 0 and 1: "
-            "`pair = hvd.ProcessSet([0, 1]); hvd.init(process_sets=[pair])`."
-        )
+    return hvd.add_process_set(list(ranks))

@@ -15,7 +15,7 @@ from .channel import Channel
 from .collect import Collected, collect_or_explain
 from .errors import list_of_ranks
 from .header import Presence
-from .process_sets import check_process_set, members
+from .members import check_process_set, members
 from .round import Round, Rounds
 
 
@@ -95,6 +95,8 @@ def broadcast_parameters(
     collected, channel = talk
     if root_rank not in channel.members.ranks:
         raise ValueError(f"{channel.where}: root_rank {root_rank!r} is not one of its ranks.")
+    if channel.members.alone:
+        return
     name = f"hvd_averaging.broadcast_parameters.{collected.layout.fingerprint:016x}"
     channel.complete(lambda: channel.adapter.broadcast(collected.tensors, name, root_rank, channel.members))
 

@@ -22,7 +22,7 @@ from .collect import Collected, collect_or_explain
 from .errors import AveragingError, AveragingTimeoutError, CollectiveError
 from .header import Header, Presence, Tally
 from .layout import Layout, fingerprint
-from .process_sets import Members, members
+from .members import Members, members
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ class Rounds:
         channel = self._channel(collected, step)
         if not channel.members.included:
             return None
+        if channel.members.alone:
+            if failure is not None:
+                raise failure
+            tally = Tally.decode(Header(step, 0, presence, contributes).encode())
+            return Round(step, time.perf_counter() - started, 0, len(collected.tensors), tally.contributors), tally
         claim = Claim(step, presence, settings, collected.layout, failure)
         try:
             agreed, tally = self._reduce(claim, collected.tensors, contributes, channel)
@@ -117,7 +122,8 @@ class Rounds:
 
     def line_up(self, step: int, settings: str) -> int:
         """The largest step that any rank is at. All ranks of the process set call it together."""
-        assert self._agreed is not None, "ranks line up after a round"
+        if self._agreed is None:  # alone: nothing was ever agreed
+            return step
         claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
         return agree(claim, Channel(self._agreed.adapter, self._agreed.members, self.name, self.timeout, step))
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-SCHEDULES = [(2, 0), (3, 4), (5, 1)]  # (period, warmup_steps)
+PERIODIC = [(2, 0), (3, 4), (5, 1)]  # (period, warmup_steps)
+HIERARCHICAL = [({2: 2, 4: 4}, 0), ({1: 2, 3: 4}, 0), ({2: 2, 4: 4}, 3)]  # for four ranks
 STEPS = 16
 
 
@@ -37,23 +38,27 @@ def train(rank, averager):
 
 
 def start(library):
-    """This rank, and the averager class of the library."""
+    """This rank, the number of ranks, and the periodic and hierarchical averager of the library."""
     if library == "ours":
         import horovod.torch as hvd
 
-        from hvd_averaging import PeriodicModelAverager
+        from hvd_averaging import HierarchicalModelAverager, PeriodicModelAverager
 
-        hvd.init()
-        return hvd.rank(), PeriodicModelAverager
-    from torch.distributed.algorithms.model_averaging import averagers
+        hvd.init(process_sets="dynamic")
+        return hvd.rank(), hvd.size(), PeriodicModelAverager, HierarchicalModelAverager
+    from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 
-    torch.distributed.init_process_group("gloo")
-    return torch.distributed.get_rank(), averagers.PeriodicModelAverager
+    dist = torch.distributed
+    dist.init_process_group("gloo")
+    hierarchical = hierarchical_model_averager.HierarchicalModelAverager
+    return dist.get_rank(), dist.get_world_size(), averagers.PeriodicModelAverager, hierarchical
 
 
 if __name__ == "__main__":
     library, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    rank, averager_class = start(library)
-    runs = {f"{period}-{warmup}": train(rank, averager_class(period, warmup)) for period, warmup in SCHEDULES}
+    rank, size, periodic, hierarchical = start(library)
+    runs = {f"{period} {warmup}": train(rank, periodic(period, warmup)) for period, warmup in PERIODIC}
+    if size == 4:
+        runs |= {f"{levels} {warmup}": train(rank, hierarchical(levels, warmup)) for levels, warmup in HIERARCHICAL}
     np.savez(directory / f"{library}-{rank}.npz", **runs)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from ..layout import Bucket, Entry
-from ..process_sets import Members
+from ..members import Members
 
 _ADAPTERS = {"torch": "TorchAdapter", "tensorflow": "TensorFlowAdapter"}
 """Framework (as imported) to the class of its adapter, which lives in the module of the framework's name."""

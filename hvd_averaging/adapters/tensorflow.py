@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from ..errors import AveragingError
 from ..layout import Bucket, Entry, Piece
-from ..process_sets import Members
+from ..members import Members
 from . import Pending
 
 _WIRE = {"float32": tf.float32, "float64": tf.float64}
@@ -66,7 +66,11 @@ class TensorFlowAdapter:
             raise TypeError(f"{name!r} is a tf.Tensor, which cannot be updated in place: pass the tf.Variable.")
         if _is_keras_variable(tensor) and tensor._value is None:
             raise ValueError(f"{name!r} has no value yet: build the model on every rank first.")
-        if _value(tensor).__class__.__name__ not in ("ResourceVariable", "UninitializedVariable"):
+        if _value(tensor).__class__.__name__ not in (
+            "ResourceVariable",
+            "UninitializedVariable",
+            "UnliftedInitializerVariable",
+        ):
             kind = type(_value(tensor)).__name__
             raise TypeError(f"{name!r} is a {kind}: only variables that live whole in one process can be averaged.")
         if not _value(tensor).shape.is_fully_defined():
@@ -376,8 +380,8 @@ def _value(tensor: Any) -> Any:
 
 
 def _stable_name(number: int, variable: Any) -> str:
-    """Without the counters that Keras adds to names, which depend on what else this process has built."""
-    path = getattr(variable, "path", variable.name)
+    """Without what depends on this process: the counters that Keras adds to names, the path before layer and weight."""
+    path = "/".join(getattr(variable, "path", variable.name).split("/")[-2:])  # a loaded model's path is shorter
     return f"{number} {re.sub(r'_[0-9]+(?=/|$)', '', path)}"
 
 

@@ -16,7 +16,7 @@ import torch
 
 from .. import header as headers
 from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
-from ..process_sets import Members
+from ..members import Members
 from . import Pending
 
 _WIRE = {"float32": torch.float32, "float64": torch.float64}
