@@ -150,6 +150,6 @@ def test_two_sets_average_side_by_side(rank, dynamic_sets):
 
 @pytest.mark.ranks(2)
 def test_a_set_that_was_never_registered_is_refused(rank):
-    averager = PeriodicModelAverager(period=2, process_set=hvd.ProcessSet([0]))
+    averager = PeriodicModelAverager(period=2, process_set=hvd.ProcessSet([0, 1]))
     with pytest.raises(ProcessSetError, match="not registered.*add_process_set"):
         averager.average_parameters([torch.ones(1)])
