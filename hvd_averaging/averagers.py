@@ -100,6 +100,10 @@ class ModelAverager(ABC):
 
     @step.setter
     def step(self, step: int) -> None:
+        self._count_to(step)
+        self._last_round = None  # whoever sets the count may have set the parameters, too
+
+    def _count_to(self, step: int) -> None:
         if hasattr(self._counter, "assign"):
             self._counter.assign(step)
         else:
@@ -145,7 +149,7 @@ class ModelAverager(ABC):
         step = self.step
         due = self._due_among(range(step, step + steps))
         done = None if due is None else self._average(params, due)
-        self.step = step + steps
+        self._count_to(step + steps)
         return done
 
     def _due_among(self, steps: Sequence[int]) -> int | None:
@@ -236,7 +240,6 @@ class ModelAverager(ABC):
                 stacklevel=2,
             )
         self.step = int(state_dict.get("step", 0))
-        self._last_round = None
 
     def __enter__(self) -> Self:
         return self

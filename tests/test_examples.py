@@ -35,7 +35,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", head[16:])
 
 
-@pytest.mark.parametrize("example", ["torch_local_sgd", "tensorflow_loop"])
+@pytest.mark.parametrize("example", ["torch_local_sgd", "tensorflow_loop", "keras_fit"])
 def test_demo_compares_three_ways(horovodrun, tmp_path, example):
     epochs, period, warmup_steps = 2, 4, 3
     options = f"--epochs {epochs} --period {period} --warmup-steps {warmup_steps} --seed 5 --output".split()
@@ -105,4 +105,4 @@ def test_demo_script_names_the_demos_there_are(tmp_path):
     assert (run.returncode, run.stdout) == (2, "")
     said, names = run.stderr.rstrip("\n").split(", only: ")
     assert said == "demo: there is no demo called 'caffe'"
-    assert {"torch", "tensorflow"} <= set(names.split())
+    assert {"torch", "tensorflow", "keras"} == set(names.split())

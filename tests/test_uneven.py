@@ -106,6 +106,17 @@ def test_ranks_without_any_batch_take_over_the_mean(rank):
 
 
 @pytest.mark.ranks(2)
+def test_join_after_the_count_was_set_by_hand(rank):
+    weights = torch.zeros(1)
+    averager = PeriodicModelAverager(period=5)
+    averager.average_parameters([weights], steps=6)
+    weights += rank
+    averager.step = 6  # the value it has, but who knows what happened to the weights
+    averager.join([weights])
+    assert weights.item() == 0.5
+
+
+@pytest.mark.ranks(2)
 def test_join_after_no_step_at_all(rank):
     weights = torch.full((1,), float(rank))
     averager = PeriodicModelAverager(period=2)
