@@ -48,9 +48,13 @@ class Exit:
     code: int
 
 
+# Put by the launchers before every piece that a rank writes, so that they may stand in the middle of a line.
+_TAGS = re.compile(r"\[\d+(?:,\d+)?\]<std(?:out|err)>:")
+
+
 @dataclass(frozen=True)
 class Launched:
-    """A launch that has ended. ``output`` is what all ranks and the launcher wrote, in the order in which it came."""
+    """A launch that has ended. ``output`` is what all ranks and the launcher wrote, as it came, without tags."""
 
     returncode: int
     output: str
@@ -157,7 +161,9 @@ def run_python(
         ended = launch.wait(limit)
     finally:
         launch.kill()
-    return Launched(launch.process.returncode, launch.output(), time.monotonic() - began, timed_out=not ended)
+    return Launched(
+        launch.process.returncode, _TAGS.sub("", launch.output()), time.monotonic() - began, timed_out=not ended
+    )
 
 
 def lacks(backend: str, output: str) -> bool:
