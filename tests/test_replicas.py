@@ -13,6 +13,7 @@ from hvd_averaging import (
     average_parameters,
     broadcast_parameters,
     check_replicas,
+    process_sets,
 )
 
 
@@ -110,22 +111,9 @@ def test_check_refuses_models_that_are_not_alike(rank):
         check_replicas(torch.nn.Linear(2, 2 + rank))
 
 
-@pytest.fixture
-def dynamic_sets():
-    made = []
-
-    def add(ranks):
-        made.append(hvd.add_process_set(ranks))
-        return made[-1]
-
-    yield add
-    for process_set in made:
-        hvd.remove_process_set(process_set)
-
-
 @pytest.mark.ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_ranks_outside_the_set_only_count(rank, dynamic_sets):
-    even = dynamic_sets([0, 2])
+def test_ranks_outside_the_set_only_count(rank):
+    even = process_sets.of([0, 2])
     weights = torch.tensor([[1.0, 100.0, 3.0, 100.0][rank]])
     averager = PeriodicModelAverager(period=2, process_set=even)
     rounds = [averager.average_parameters([weights]) for _ in range(4)]
@@ -141,8 +129,8 @@ def test_ranks_outside_the_set_only_count(rank, dynamic_sets):
 
 
 @pytest.mark.ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_two_sets_average_side_by_side(rank, dynamic_sets):
-    pairs = dynamic_sets([0, 1]), dynamic_sets([2, 3])
+def test_two_sets_average_side_by_side(rank):
+    pairs = process_sets.of([0, 1]), process_sets.of([2, 3])
     weights = torch.tensor([float(rank)])
     PeriodicModelAverager(period=2, process_group=pairs[rank // 2]).average_parameters([weights])
     assert weights.item() == [0.5, 0.5, 2.5, 2.5][rank]
