@@ -292,9 +292,7 @@ class PeriodicModelAverager(ModelAverager):
         super().__init__(
             process_set, process_group=process_group, timeout=timeout, name=name, bucket_bytes=bucket_bytes
         )
-        self.warmup_steps = operator.index(warmup_steps)
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative; it is {warmup_steps}.")
+        self.warmup_steps = _whole_warmup(warmup_steps)
         self.period = operator.index(period)
         if period < 1:
             raise ValueError(f"period must be at least 1 step; it is {period}.")
@@ -356,9 +354,7 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(
             process_set, process_group=process_group, timeout=timeout, name=name, bucket_bytes=bucket_bytes
         )
-        self.warmup_steps = operator.index(warmup_steps)
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative; it is {warmup_steps}.")
+        self.warmup_steps = _whole_warmup(warmup_steps)
         self.period_group_size_dict = dict(sorted(period_group_size_dict.items()))
         _check_levels(self.period_group_size_dict, members(self.process_set, initialized().hvd).size)
         sets = hierarchy(list(self.period_group_size_dict.values()), self.process_set)
@@ -390,6 +386,12 @@ class HierarchicalModelAverager(ModelAverager):
     def _due_among(self, steps: Sequence[int]) -> int | None:
         due = [step for step in steps if self.due(step)]
         return max(due, key=lambda step: (max(p for p in self._levels if step % p == 0), step), default=None)
+
+
+def _whole_warmup(steps: int) -> int:
+    if operator.index(steps) < 0:
+        raise ValueError(f"warmup_steps must not be negative; it is {steps}.")
+    return operator.index(steps)
 
 
 def _check_levels(levels: Mapping[int, int], size: int) -> None:
