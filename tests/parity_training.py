@@ -62,3 +62,6 @@ if __name__ == "__main__":
     if size == 4:
         runs |= {f"{levels} {warmup}": train(rank, hierarchical(levels, warmup)) for levels, warmup in HIERARCHICAL}
     np.savez(directory / f"{library}-{rank}.npz", **runs)
+    if library == "upstream":
+        # Left to the end of the process, the threads of its process groups sometimes abort it.
+        torch.distributed.destroy_process_group()

@@ -143,7 +143,9 @@ def environment() -> dict[str, str]:
     }
     # Options meant for the outer pytest (a JUnit file, -x) are not meant for each rank.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {**defaults, **inherited, "PYTHONUNBUFFERED": "1"}
+    # Without its buffer Python writes a line in pieces, and those of several ranks mix in the launcher's output.
+    inherited.pop("PYTHONUNBUFFERED", None)
+    return {**defaults, **inherited}
 
 
 def run_python(

@@ -161,7 +161,8 @@ class Team:
             listener.settimeout(0.1)
             own = ["--directory", str(self._directory), "--framework", self.world.framework]
             command = [sys.executable, "-m", __package__, *own, *pytest_arguments]
-            env = {"PYTHONPATH": _python_path(), **dict(self.world.env)}
+            # Each rank writes to a log of its own, which must hold everything when the rank is killed.
+            env = {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **dict(self.world.env)}
             self._launch = Launch(self.world.np, command, self.world.backend, env, self._launch_log.path)
             deadline = time.monotonic() + START_LIMIT_S
             while len(self._members) < self.world.np:
