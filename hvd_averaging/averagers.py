@@ -13,11 +13,13 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .adapters import Recorder, outside_autograph, recorder
-from .collect import collect, peek
+from .collect import collect, normalizes, peek, restoring
+from .companions import check_buffers, copies
 from .errors import AveragingError
 from .header import Presence
 from .members import check_process_set, members
@@ -45,6 +47,11 @@ class ModelAverager(ABC):
             different names only where the names and shapes of their parameters do not tell them apart.
         bucket_bytes: the size of the largest buffer that parameters travel in; ``None`` is as large as Horovod can
             count, which is the fastest.
+        buffers: what a round does with the buffers of a model (pass it the model itself). ``"local"``: nothing.
+            ``"average"``: floating-point ones become the mean, a variance that belongs to a mean (batch
+            normalization) becomes that of all replicas' data together, ``E[var] + Var[mean]`` by the law of total
+            variance with equally weighted replicas, whole numbers without dimensions are taken for counters and become
+            the maximum, and others stay. ``"broadcast"``: all become those of the first rank of the process set.
 
     As a context manager an averager checks at the end that all ranks counted the same number of steps, and raises
     :class:`StepMismatchError` on every rank if not; when the block ends by an exception, it does nothing.
@@ -58,6 +65,7 @@ class ModelAverager(ABC):
         timeout: float | None = DEFAULT_TIMEOUT,
         name: str | None = None,
         bucket_bytes: int | None = None,
+        buffers: str = "local",
     ) -> None:
         if process_set is not None and process_group is not None:
             raise TypeError("process_set and process_group mean the same: pass only one of them.")
@@ -67,15 +75,25 @@ class ModelAverager(ABC):
             raise ValueError(f"timeout is a positive number of seconds, or None to wait for ever; not {timeout!r}.")
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
+        check_buffers(buffers)
         self._counter: Any = 0  # or a variable of the framework, once a graph counts
         self._last_round: int | None = None
         self._first: weakref.ref[Any] | None = None
         self._name = name or type(self).__name__
         self._process_set = process_set
-        self._rounds = Rounds(self._name, process_set, timeout, bucket_bytes)
+        self._timeout, self._bucket_bytes, self._buffers = timeout, bucket_bytes, buffers
+        self._pauses = 0
+        self._warned_of_buffers = False
+        self._rounds = self._make_rounds(self._name, process_set)
+
+    def _make_rounds(self, name: str, process_set: Any) -> Rounds:
+        return Rounds(name, process_set, self._timeout, self._bucket_bytes, self._buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None, "_counter": self.step}
+
+    warmup_steps: int = 0
+    """Optimizer steps before the first round. Fronts that average gradients until then look here."""
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -114,6 +132,16 @@ class ModelAverager(ABC):
         """The process set that was passed in; ``None`` is all ranks."""
         return self._process_set
 
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a rank waits for the others in a round; ``None`` is for ever."""
+        return self._timeout
+
+    @property
+    def buffers(self) -> str:
+        """What a round does with a model's buffers: ``"local"``, ``"average"`` or ``"broadcast"``."""
+        return self._buffers
+
     @outside_autograph
     def average_parameters(self, params: object, *, steps: int = 1) -> Round | None:
         """Count one optimizer step, and average if a round is due at it.
@@ -142,6 +170,8 @@ class ModelAverager(ABC):
         if steps < 0:
             raise ValueError(f"steps is the number of optimizer steps since the last call; {steps} cannot be.")
         params = self._recognise(params)
+        if self._pauses:
+            return None
         graph = recorder()
         if graph is not None:
             self._record(graph, params, steps)
@@ -151,6 +181,77 @@ class ModelAverager(ABC):
         done = None if due is None else self._average(params, due)
         self._count_to(step + steps)
         return done
+
+    @outside_autograph
+    def average_now(self, params: object) -> Round | None:
+        """Average now, whatever the schedule says, and count nothing; on every rank at the same step.
+
+        For the end of training, or before a checkpoint: afterwards all ranks of the process set hold the mean.
+
+        Args:
+            params: as for :meth:`average_parameters`.
+
+        Returns:
+            What the round did; ``None`` on a rank outside the process set.
+
+        Raises:
+            AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
+        """
+        done = self._average_unscheduled(self._recognise(params))
+        self._last_round = self.step - 1
+        return done
+
+    def _average_unscheduled(self, params: object) -> Round | None:
+        # Told apart from a round of the schedule, which other ranks may be in by mistake.
+        met = self._rounds.run(params, self.step, f"{self.describe()}, outside its schedule")
+        return None if met is None else met[0]
+
+    @contextmanager
+    def averaged(self, params: object) -> Iterator[None]:
+        """Inside the block ``params`` hold the mean, after it each rank's own values again, bit for bit.
+
+        For evaluating the averaged model in mid-training, buffers included if this averager averages them::
+
+            with averager.averaged(model):
+                accuracy = evaluate(model)
+
+        All ranks of the process set enter together; leaving needs no communication, so an exception in the block, too,
+        leaves every rank with its own values. Counts nothing. Needs a copy of the parameters while it lasts.
+
+        Args:
+            params: as for :meth:`average_parameters`.
+
+        Raises:
+            AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
+        """
+        params = self._recognise(params)
+        params = list(params) if isinstance(params, Iterator) else params
+        with restoring(params, self._buffers):
+            self._average_unscheduled(params)
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block :meth:`average_parameters` does nothing: no step is counted and no round is run.
+
+        For steps that are not part of the training that is averaged, on every rank alike::
+
+            with averager.paused():
+                train_one_batch_of_something_else()
+
+        Raises:
+            AveragingError: a ``tf.function`` counts for this averager, and would not notice.
+        """
+        if hasattr(self._counter, "assign"):
+            raise AveragingError(
+                f"{self.name}: a tf.function counts by itself and cannot be paused: call another one, without "
+                "average_parameters in it."
+            )
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
     def _due_among(self, steps: Sequence[int]) -> int | None:
         """The step, of those counted by one call, whose round is run."""
@@ -174,11 +275,15 @@ class ModelAverager(ABC):
         params = list(params) if isinstance(params, Iterator) else params
         if not hasattr(self._counter, "assign"):
             self._counter = graph.counter(self._counter)
-        graph.record(self._counter, self.due, lambda step: self._average(params, step), collect(params).tensors)
+        collected = collect(params, buffers=self._buffers)
+        touched = [*collected.tensors, *(companion.tensor for companion in copies(collected.companions))]
+        graph.record(self._counter, self.due, lambda step: self._average(params, step), touched)
 
     def _recognise(self, params: object) -> object:
         """Refuse a second set of parameters: its calls would count as steps, and it might never be averaged."""
         params, first = peek(params)
+        if self._first is None:
+            self._warn_of_buffers(params)
         known = self._first() if self._first is not None else None
         if known is None:
             # Weak: parameters that were replaced for good may be followed by others.
@@ -190,6 +295,16 @@ class ModelAverager(ABC):
                 "pass the parameters of all optimizers in one call, [*a.parameters(), *b.parameters()]."
             )
         return params
+
+    def _warn_of_buffers(self, params: object) -> None:
+        if self._buffers != "local" or self._warned_of_buffers or not normalizes(params):
+            return
+        self._warned_of_buffers = True
+        warnings.warn(
+            f"{self.name}: the model has batch normalization, whose running statistics stay different on every rank "
+            'with buffers="local", so that evaluation differs, too. Pass buffers="average" to the averager.',
+            stacklevel=4,
+        )
 
     @outside_autograph
     def join(self, params: object) -> Round | None:
@@ -265,7 +380,7 @@ class PeriodicModelAverager(ModelAverager):
     Args:
         period: optimizer steps from one round to the next, at least 1.
         warmup_steps: optimizer steps before the first round, at least 0.
-        process_set, process_group, timeout, name, bucket_bytes: see :class:`ModelAverager`.
+        process_set, process_group, timeout, name, bucket_bytes, buffers: see :class:`ModelAverager`.
 
     Raises:
         ValueError: ``period < 1`` or ``warmup_steps < 0``.
@@ -288,9 +403,15 @@ class PeriodicModelAverager(ModelAverager):
         timeout: float | None = DEFAULT_TIMEOUT,
         name: str | None = None,
         bucket_bytes: int | None = None,
+        buffers: str = "local",
     ) -> None:
         super().__init__(
-            process_set, process_group=process_group, timeout=timeout, name=name, bucket_bytes=bucket_bytes
+            process_set,
+            process_group=process_group,
+            timeout=timeout,
+            name=name,
+            bucket_bytes=bucket_bytes,
+            buffers=buffers,
         )
         self.warmup_steps = _whole_warmup(warmup_steps)
         self.period = operator.index(period)
@@ -328,7 +449,7 @@ class HierarchicalModelAverager(ModelAverager):
             strictly together, each size divides the next, and the last is the size of the process set.
         warmup_steps: optimizer steps before the first round, at least 0.
         process_set: the ranks that the largest groups consist of; ``None`` is all ranks.
-        process_group, timeout, name, bucket_bytes: see :class:`ModelAverager`.
+        process_group, timeout, name, bucket_bytes, buffers: see :class:`ModelAverager`.
 
     Raises:
         ValueError: on all ranks, for a dict that is not like that, or a negative ``warmup_steps``.
@@ -350,16 +471,22 @@ class HierarchicalModelAverager(ModelAverager):
         timeout: float | None = DEFAULT_TIMEOUT,
         name: str | None = None,
         bucket_bytes: int | None = None,
+        buffers: str = "local",
     ) -> None:
         super().__init__(
-            process_set, process_group=process_group, timeout=timeout, name=name, bucket_bytes=bucket_bytes
+            process_set,
+            process_group=process_group,
+            timeout=timeout,
+            name=name,
+            bucket_bytes=bucket_bytes,
+            buffers=buffers,
         )
         self.warmup_steps = _whole_warmup(warmup_steps)
         self.period_group_size_dict = dict(sorted(period_group_size_dict.items()))
         _check_levels(self.period_group_size_dict, members(self.process_set, initialized().hvd).size)
         sets = hierarchy(list(self.period_group_size_dict.values()), self.process_set)
         self._levels = {
-            period: Rounds(f"{self.name}/{size}", level, timeout, bucket_bytes)
+            period: self._make_rounds(f"{self.name}/{size}", level)
             for (period, size), level in zip(self.period_group_size_dict.items(), sets, strict=True)
         }
         self._rounds = self._levels[max(self._levels)]

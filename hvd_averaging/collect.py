@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .adapters import Adapter, initialized_adapter, loaded_adapters, recorder
+from .companions import Companion, Rule, Together, copies
 from .errors import AveragingError
 from .layout import Layout
 
@@ -25,16 +27,27 @@ Named = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Collected:
-    """Tensors in order, the layout that describes them, and the adapter that can handle them."""
+    """Tensors in order, the layout that describes them, and the adapter that can handle them.
+
+    ``companions`` are what is averaged along with them, by rules of its own.
+    """
 
     adapter: Adapter
     tensors: Sequence[Any]
     layout: Layout
     ignored: int = 0
     signature: tuple[Any, ...] = ()
+    companions: Sequence[Companion] = ()
+
+    def __add__(self, other: Collected) -> Collected:
+        """Both, to be averaged in one round."""
+        layout = Layout((*self.layout.entries, *other.layout.entries))
+        return replace(self, tensors=[*self.tensors, *other.tensors], layout=layout)
 
 
-def collect(params: object, *, everything: bool = False, known: Collected | None = None) -> Collected:
+def collect(
+    params: object, *, everything: bool = False, known: Collected | None = None, buffers: str = "local"
+) -> Collected:
     """The tensors of ``params`` that are averaged, in order, tied ones once.
 
     Args:
@@ -42,11 +55,16 @@ def collect(params: object, *, everything: bool = False, known: Collected | None
             a dict of tensors.
         everything: take every tensor, frozen and integer ones and a model's buffers too (for broadcasts and checks).
         known: what was collected last time: if it is the same again, it is not looked at in detail again.
+        buffers: what becomes of a model's buffers, one of ``companions.BUFFERS``.
 
     Raises:
         TypeError: ``params`` is or holds something else, or tensors of two frameworks.
         ValueError: a tensor that cannot be updated in place, or an iterator with nothing (left) in it.
     """
+    if isinstance(params, Together):
+        found = () if buffers == "local" else _buffers(params.model, buffers)
+        return replace(collect(params.params, known=known), companions=[*found, *params.companions])
+    companions = () if buffers == "local" else _buffers(params, buffers)
     adapter, named = _of_one_framework(list(_expand(params, everything)))
     kept: dict[Any, Named] = {}
     for name, tensor in named:
@@ -56,7 +74,38 @@ def collect(params: object, *, everything: bool = False, known: Collected | None
     same = known is not None and known.adapter is adapter and known.signature == signature
     layout = known.layout if known is not None and same else _describe(adapter, kept.values())
     tensors = [tensor for _, tensor in kept.values()]
-    return Collected(adapter, tensors, layout, len(named) - len(kept), signature)
+    return Collected(adapter, tensors, layout, len(named) - len(kept), signature, companions)
+
+
+def _buffers(model: object, wanted: str) -> Sequence[Companion]:
+    for adapter in loaded_adapters():
+        found = adapter.buffers(model)
+        if found is not None:
+            return found if wanted == "average" else copies(found)
+    raise ValueError(
+        f"buffers={wanted!r} needs the model, to find its buffers in, but was given {_kind(model)}: pass the model "
+        "itself instead of its parameters."
+    )
+
+
+def normalizes(params: object) -> bool:
+    """Whether ``params`` is a model with statistics of batches in its buffers, such as those of batch normalization."""
+    params = params.model if isinstance(params, Together) else params
+    opened = (adapter.buffers(params) or () for adapter in loaded_adapters())
+    return any(companion.rule is Rule.VARIANCE for companions in opened for companion in companions)
+
+
+@contextmanager
+def restoring(params: object, buffers: str = "local") -> Iterator[None]:
+    """After the block everything in ``params`` that a round changes is again what it was before, bit for bit."""
+    collected, _ = collect_or_explain(params, buffers=buffers)  # a failure is for the round to tell, to all ranks
+    singles = [companion.tensor for companion in copies(collected.companions)]
+    copied = [(tensor, collected.adapter.copy(tensor)) for tensor in [*collected.tensors, *singles]]
+    try:
+        yield
+    finally:
+        for tensor, copy in copied:
+            collected.adapter.restore(tensor, copy)
 
 
 def _describe(adapter: Adapter, named: Iterable[Named]) -> Layout:
@@ -103,7 +152,7 @@ def _expand_items(params: Iterable[Any]) -> list[Named]:
 
 
 def collect_or_explain(
-    params: object, *, everything: bool = False, known: Collected | None = None
+    params: object, *, everything: bool = False, known: Collected | None = None, buffers: str = "local"
 ) -> tuple[Collected, Exception | None]:
     """Like :func:`collect`, but with an error in hand instead of raised: the other ranks wait and must hear of it.
 
@@ -115,7 +164,7 @@ def collect_or_explain(
             "Only averager.average_parameters(...) works inside."
         )
     try:
-        return collect(params, everything=everything, known=known), None
+        return collect(params, everything=everything, known=known, buffers=buffers), None
     except (TypeError, ValueError) as error:
         adapter = initialized_adapter()
         if adapter is None:
@@ -128,6 +177,9 @@ def peek(params: object) -> tuple[object, Any]:
 
     Takes the same short time however many parameters there are.
     """
+    if isinstance(params, Together):
+        inner, first = peek(params.params)
+        return replace(params, params=inner), first
     if isinstance(params, Iterator):
         first = next(params, None)
         return (params if first is None else itertools.chain((first,), params)), _tensor_of(first)

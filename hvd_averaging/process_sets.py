@@ -93,25 +93,31 @@ def of(ranks: Iterable[int]) -> Any:
     return _register(adapter, [wanted])
 
 
-def by_node() -> Any:
+def by_node(within: Any = None) -> Any:
     """The ranks on this rank's host.
+
+    Args:
+        within: as for :func:`by_size`.
 
     Raises:
         ProcessSetError: as for :func:`by_size`.
     """
     adapter = initialized()
-    return _register(adapter, _nodes(adapter))
+    return _register(adapter, _nodes(adapter, within))
 
 
-def across_nodes() -> Any:
+def across_nodes(within: Any = None) -> Any:
     """One rank of every host: those with this rank's position on its host.
+
+    Args:
+        within: as for :func:`by_size`.
 
     Raises:
         ValueError: on all ranks, if hosts have different numbers of ranks; names them.
         ProcessSetError: as for :func:`by_size`.
     """
     adapter = initialized()
-    nodes = _nodes(adapter)
+    nodes = _nodes(adapter, within)
     if len({len(node) for node in nodes}) > 1:
         counts = "; ".join(f"{len(node)} on the host of {list_of_ranks(node)}" for node in nodes)
         raise ValueError(f"Hosts have different numbers of ranks, so some would have no partner: {counts}.")
@@ -143,13 +149,15 @@ def _cut(ranks: Sequence[int], size: int) -> list[Ranks]:
     return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
-def _nodes(adapter: Adapter) -> list[Ranks]:
-    """The ranks of every host, in order. Ranks compare the names of their hosts."""
+def _nodes(adapter: Adapter, within: Any) -> list[Ranks]:
+    """The ranks of every host, as far as they are ``within``, in order. All ranks compare the names of their hosts."""
+    enclosing = members(within, adapter.hvd)
     channel = Channel(adapter, members(None, adapter.hvd), "process_sets", _TIMEOUT)
     hosts = channel.gather([fingerprint(socket.gethostname())], "hosts")
     nodes: dict[int, list[int]] = {}
     for rank, (host,) in hosts.items():
-        nodes.setdefault(host, []).append(rank)
+        if rank in enclosing.ranks:
+            nodes.setdefault(host, []).append(rank)
     return [tuple(ranks) for ranks in nodes.values()]
 
 

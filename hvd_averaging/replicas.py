@@ -12,7 +12,8 @@ from .adapters import outside_autograph
 from .agreement import Claim, agree
 from .averagers import DEFAULT_TIMEOUT
 from .channel import Channel
-from .collect import Collected, collect_or_explain
+from .collect import Collected, collect_or_explain, restoring
+from .companions import check_buffers
 from .errors import list_of_ranks
 from .header import Presence
 from .members import check_process_set, members
@@ -21,7 +22,7 @@ from .round import Round, Rounds
 
 @outside_autograph
 def average_parameters(
-    params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT
+    params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT, buffers: str = "local"
 ) -> Round | None:
     """Average ``params`` over ``process_set`` now, in place.
 
@@ -29,6 +30,7 @@ def average_parameters(
         params: as for :meth:`hvd_averaging.ModelAverager.average_parameters`; the same on every rank.
         process_set: a ``horovod.ProcessSet``; ``None`` is all ranks. A rank outside it does nothing.
         timeout: seconds to wait for the other ranks; ``None`` waits for ever.
+        buffers: what becomes of the buffers if ``params`` is a model; see :class:`hvd_averaging.ModelAverager`.
 
     Returns:
         What the round did; ``None`` outside the process set.
@@ -37,13 +39,16 @@ def average_parameters(
         AveragingError, TypeError, ValueError: as the method of that name.
     """
     check_process_set(process_set)
-    rounds = Rounds("average_parameters", process_set, timeout, bucket_bytes=None)
+    check_buffers(buffers)
+    rounds = Rounds("average_parameters", process_set, timeout, buffers=buffers)
     met = rounds.run(params, step=0, settings="average_parameters")
     return None if met is None else met[0]
 
 
 @contextmanager
-def averaged(params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT) -> Iterator[None]:
+def averaged(
+    params: object, process_set: Any = None, *, timeout: float | None = DEFAULT_TIMEOUT, buffers: str = "local"
+) -> Iterator[None]:
     """Inside the block ``params`` hold the mean, after it each rank's own values again, bit for bit.
 
     For evaluating the averaged model in mid-training, without disturbing the training::
@@ -55,20 +60,16 @@ def averaged(params: object, process_set: Any = None, *, timeout: float | None =
     leaves every rank with its own values. Needs a copy of the parameters while it lasts.
 
     Args:
-        params, process_set, timeout: as for :func:`average_parameters`.
+        params, process_set, timeout, buffers: as for :func:`average_parameters`.
 
     Raises:
         AveragingError, TypeError, ValueError: as :func:`average_parameters`.
     """
     params = list(params) if isinstance(params, Iterator) else params
-    collected, _ = collect_or_explain(params)
-    copies = [collected.adapter.copy(tensor) for tensor in collected.tensors]
-    average_parameters(params, process_set, timeout=timeout)
-    try:
+    check_buffers(buffers)
+    with restoring(params, buffers):
+        average_parameters(params, process_set, timeout=timeout, buffers=buffers)
         yield
-    finally:
-        for tensor, copy in zip(collected.tensors, copies, strict=True):
-            collected.adapter.restore(tensor, copy)
 
 
 @outside_autograph

@@ -18,10 +18,11 @@ from . import header as headers
 from .adapters import Adapter, Reduction
 from .agreement import Claim, agree
 from .channel import Channel
-from .collect import Collected, collect_or_explain
+from .collect import Collected, collect, collect_or_explain
+from .companions import Cargo
 from .errors import AveragingError, AveragingTimeoutError, CollectiveError
 from .header import Header, Presence, Tally
-from .layout import Layout, fingerprint
+from .layout import Bucket, Layout, fingerprint
 from .members import Members, members
 
 
@@ -51,7 +52,6 @@ class _Agreed:
     adapter: Adapter
     members: Members
     layout: Layout
-    fingerprint: int
     reduction: Reduction
     bytes: int
 
@@ -64,20 +64,30 @@ class Rounds:
         process_set: a Horovod process set, or ``None`` for the global one.
         timeout: seconds that a rank waits for the others, or ``None``.
         bucket_bytes: see :meth:`hvd_averaging.layout.Layout.buckets`.
+        buffers: see :class:`hvd_averaging.ModelAverager`.
     """
 
-    def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        process_set: Any,
+        timeout: float | None,
+        bucket_bytes: int | None = None,
+        buffers: str = "local",
+    ) -> None:
         self.name = name
         self.process_set = process_set
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
+        self.buffers = buffers
         self._agreed: _Agreed | None = None
-        self._collected: Collected | None = None
+        self._cargo: tuple[Members, Cargo] | None = None
+        self._known: dict[str, Collected] = {}
         self._broken: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers and agreements belong to the running job: a copy agrees afresh in its first round.
-        return {**self.__dict__, "_agreed": None, "_collected": None, "_broken": None}
+        return {**self.__dict__, "_agreed": None, "_cargo": None, "_known": {}, "_broken": None}
 
     def run(
         self,
@@ -97,10 +107,7 @@ class Rounds:
             TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
         """
         started = time.perf_counter()
-        collected, failure = collect_or_explain(() if presence is Presence.LEAVING else params, known=self._collected)
-        if collected.ignored and not collected.tensors:
-            warnings.warn(f"{self.name}: nothing to average, all parameters are frozen or integers.", stacklevel=3)
-        self._collected = replace(collected, tensors=())  # keeps no parameter alive
+        collected, failure = self._collect(params, presence)
         channel = self._channel(collected, step)
         if not channel.members.included:
             return None
@@ -109,16 +116,18 @@ class Rounds:
                 raise failure
             tally = Tally.decode(Header(step, 0, presence, contributes).encode())
             return Round(step, time.perf_counter() - started, 0, len(collected.tensors), tally.contributors), tally
-        claim = Claim(step, presence, settings, collected.layout, failure)
+        cargo, whole = self._load(collected, channel)
+        claim = Claim(step, presence, settings, whole.layout, failure)
         try:
-            agreed, tally = self._reduce(claim, collected.tensors, contributes, channel)
+            agreed, tally = self._reduce(claim, whole.tensors, contributes, channel)
         except AveragingError as error:
             self._give_up(error)
             raise
         if presence is not Presence.LEAVING and tally.contributors:
-            agreed.reduction.write(collected.tensors, tally.contributors)
+            agreed.reduction.write(whole.tensors, tally.contributors)
+            cargo.unload(collected.companions, tally.contributors)
         seconds = time.perf_counter() - started
-        return Round(step, seconds, agreed.bytes, len(collected.tensors), tally.contributors), tally
+        return Round(step, seconds, agreed.bytes, len(whole.tensors), tally.contributors), tally
 
     def line_up(self, step: int, settings: str) -> int:
         """The largest step that any rank is at. All ranks of the process set call it together."""
@@ -126,6 +135,29 @@ class Rounds:
             return step
         claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
         return agree(claim, Channel(self._agreed.adapter, self._agreed.members, self.name, self.timeout, step))
+
+    def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
+        if presence is Presence.LEAVING:
+            return collect_or_explain(())
+        collected, failure = collect_or_explain(params, known=self._known.get("params"), buffers=self.buffers)
+        if collected.ignored and not (collected.tensors or collected.companions):
+            warnings.warn(f"{self.name}: nothing to average, all parameters are frozen or integers.", stacklevel=4)
+        self._know("params", collected)
+        return collected, failure
+
+    def _load(self, collected: Collected, channel: Channel) -> tuple[Cargo, Collected]:
+        """The parameters, and what their companions travel in."""
+        if self._cargo is None or self._cargo[0] != channel.members:
+            self._cargo = channel.members, Cargo(collected.adapter, channel.members)
+        cargo = self._cargo[1]
+        if not collected.companions:
+            return cargo, collected
+        loaded = collect(cargo.load(collected.companions), everything=True, known=self._known.get("cargo"))
+        self._know("cargo", loaded)
+        return cargo, collected + loaded
+
+    def _know(self, what: str, collected: Collected) -> None:
+        self._known[what] = replace(collected, tensors=(), companions=())  # keeps no parameter alive
 
     def _channel(self, collected: Collected, step: int) -> Channel:
         if self._broken is not None:
@@ -141,17 +173,26 @@ class Rounds:
             self._agreed = self._agree(claim, tensors, channel)
         while True:
             agreed = self._agreed
-            able = claim.failure is None and (
-                claim.presence is Presence.LEAVING or claim.layout.fingerprint == agreed.layout.fingerprint
-            )
+            able = self._fits(claim, agreed.layout)
             contributes = contributes and claim.presence is not Presence.LEAVING
-            header = Header(claim.step, agreed.fingerprint, claim.presence, contributes and able, able)
+            agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}")
+            header = Header(claim.step, agreement, claim.presence, contributes and able, able)
             # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
             packed = tensors if header.contributes else None
             tally = Tally.decode(channel.complete(partial(agreed.reduction.start, packed, header.encode())))
             if tally.sound or (tally.leaving == tally.present and tally.same_step):
                 return agreed, tally
             self._agreed = self._agree(claim, tensors, channel)
+
+    def _fits(self, claim: Claim, layout: Layout) -> bool:
+        """Whether what this rank brings can go into the buffers for ``layout``."""
+        same = claim.presence is Presence.LEAVING or claim.layout.fingerprint == layout.fingerprint
+        return claim.failure is None and same
+
+    def _make_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel
+    ) -> Reduction:
+        return channel.adapter.reduction(buckets, tensors, name, channel.members)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> _Agreed:
         agree(claim, channel)
@@ -162,8 +203,7 @@ class Rounds:
             channel.adapter,
             channel.members,
             claim.layout,
-            fingerprint(f"{claim.settings}|{claim.layout.fingerprint}"),
-            channel.adapter.reduction(buckets, tensors, name, channel.members),
+            self._make_reduction(buckets, tensors, name, channel),
             sum(bucket.bytes for bucket in buckets),
         )
 

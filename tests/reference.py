@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Replicas = NDArray[np.float64]
 Local = Callable[[int, Replicas], Replicas]
+Gradient = Callable[[int, Replicas], Replicas]
+State = dict[str, Any]
+Update = Callable[[Replicas, Replicas, State], Replicas]
 
 
 def periodic_rounds(steps: int, period: int, warmup_steps: int = 0) -> list[int]:
@@ -38,5 +42,61 @@ def local_sgd(replicas: Replicas, steps: int, period: int, local: Local, warmup_
     for step in range(steps):
         replicas = local(step, replicas)
         replicas = average(replicas) if step in due else replicas
+        history.append(replicas)
+    return history
+
+
+def sgd(lr: float, momentum: float = 0.0) -> Update:
+    """Heavy-ball SGD as PyTorch defines it: the velocity starts as the first gradient, which zeros amount to."""
+
+    def update(weights: Replicas, gradients: Replicas, state: State) -> Replicas:
+        state["velocity"] = momentum * state.get("velocity", 0.0) + gradients
+        return weights - lr * state["velocity"]
+
+    return update
+
+
+def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Update:
+    """Kingma & Ba, "Adam", 2015, algorithm 1."""
+
+    def update(weights: Replicas, gradients: Replicas, state: State) -> Replicas:
+        state["count"] = state.get("count", 0) + 1
+        state["first"] = beta1 * state.get("first", 0.0) + (1 - beta1) * gradients
+        state["second"] = beta2 * state.get("second", 0.0) + (1 - beta2) * gradients**2
+        first, second = state["first"] / (1 - beta1 ** state["count"]), state["second"] / (1 - beta2 ** state["count"])
+        return weights - lr * first / (np.sqrt(second) + eps)
+
+    return update
+
+
+def post_local_sgd(
+    replicas: Replicas,
+    steps: int,
+    period: int,
+    warmup_steps: int,
+    gradient: Gradient,
+    update: Update,
+    groups: Sequence[Sequence[int]] = (),
+    optimizer_state: str = "local",
+) -> list[Replicas]:
+    """The replicas after every step of Lin et al., "Don't use large mini-batches, use local SGD", 2020, algorithm 1.
+
+    Gradients are averaged over all ranks before ``warmup_steps``, then within ``groups``; parameters by
+    ``periodic_rounds``, and with them the optimizer's state becomes its mean, or is forgotten.
+    """
+    history = []
+    state: State = {}
+    due = set(periodic_rounds(steps, period, warmup_steps))
+    for step in range(steps):
+        gradients = gradient(step, replicas)
+        for group in groups if step >= warmup_steps else [range(len(replicas))]:
+            gradients = average(gradients, group)
+        replicas = update(replicas, gradients, state)
+        if step in due:
+            replicas = average(replicas)
+            if optimizer_state == "average":
+                state = {name: average(value) if name != "count" else value for name, value in state.items()}
+            elif optimizer_state == "reset":
+                state = {}
         history.append(replicas)
     return history

@@ -12,6 +12,10 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..companions import Companion
 from ..layout import Bucket, Entry
 from ..members import Members
 
@@ -64,6 +68,9 @@ class Adapter(Protocol):
     def open(self, thing: object, everything: bool) -> list[Any] | None:
         """What is in a model (named tensors; with ``everything``, buffers too) or optimizer (groups), else ``None``."""
 
+    def buffers(self, model: object) -> list[Companion] | None:
+        """What a model holds besides parameters, each with the rule for averaging it; ``None`` if it is no model."""
+
     def takes_part(self, tensor: Any) -> bool:
         """Whether the averaging rule includes ``tensor``; must not depend on what only one rank can see."""
 
@@ -90,6 +97,15 @@ class Adapter(Protocol):
 
     def restore(self, tensor: Any, copy: Any) -> None:
         """Write back what :meth:`copy` gave, in place and bit for bit."""
+
+    def numpy(self, tensor: Any) -> NDArray[Any]:
+        """The elements as an array: float64 for every floating dtype, exact for the others. May share no memory."""
+
+    def assign(self, tensor: Any, array: NDArray[Any]) -> None:
+        """Write ``array`` into ``tensor``, in place, converted to its dtype."""
+
+    def carrier(self, array: NDArray[np.float64]) -> Any:
+        """A float64 tensor on the CPU, which can be averaged, with these elements."""
 
     def bytes_of(self, tensor: Any) -> bytes | memoryview:
         """The elements of ``tensor`` in logical order, as bytes."""

@@ -15,8 +15,11 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
+from ..companions import Companion, Rule
 from ..errors import AveragingError
 from ..layout import Bucket, Entry, Piece
 from ..members import Members
@@ -55,6 +58,23 @@ class TensorFlowAdapter:
                 "model.build(input_shape), on every rank first."
             )
         return [(_stable_name(number, variable), variable) for number, variable in enumerate(variables)]
+
+    def buffers(self, model: object) -> list[Companion] | None:
+        opened = self.open(model, everything=True)
+        if opened is None:
+            return None
+        named = {id(_value(variable)): (name, variable) for name, variable in opened}
+        means = {}
+        for layer in _layers(model):
+            mean, variance = getattr(layer, "moving_mean", None), getattr(layer, "moving_variance", None)
+            if mean is not None and variance is not None:
+                means[id(_value(variance))] = Companion(*named[id(_value(mean))], Rule.VARIANCE)
+        centers = {id(_value(center.tensor)) for center in means.values()}
+        return [
+            Companion(name, variable, _rule(variable, key in means), means.get(key))
+            for key, (name, variable) in named.items()
+            if not variable.trainable and key not in centers
+        ]
 
     def takes_part(self, tensor: Any) -> bool:
         dtype = tf.as_dtype(tensor.dtype)
@@ -150,6 +170,18 @@ class TensorFlowAdapter:
         done = tf.cond(now, average, lambda: step)
         with tf.control_dependencies([done]):  # a round that failed is not counted
             counter.assign_add(1)
+
+    def numpy(self, tensor: Any) -> NDArray[Any]:
+        value = _value(tensor).read_value()
+        array: NDArray[Any] = (tf.cast(value, tf.float64) if value.dtype.is_floating else value).numpy()
+        return np.array(array)
+
+    def assign(self, tensor: Any, array: NDArray[Any]) -> None:
+        variable = _value(tensor)
+        variable.assign(tf.cast(tf.reshape(tf.constant(array), variable.shape), variable.dtype))
+
+    def carrier(self, array: NDArray[np.float64]) -> tf.Variable:
+        return tf.Variable(array)
 
     def bytes_of(self, tensor: Any) -> bytes:
         data: bytes = _value(tensor).numpy().tobytes()
@@ -348,6 +380,20 @@ def _broadcast(
         variable.assign(_from_bytes(flat[start:stop], variable.dtype, variable.shape))
         start = stop
     return variables
+
+
+def _layers(model: Any) -> list[Any]:
+    """All layers in a Keras model, however deep; those of a ``tf.Module`` cannot be told to normalize."""
+    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+
+
+def _rule(variable: Any, is_variance: bool) -> Rule:
+    dtype = tf.as_dtype(variable.dtype)
+    if is_variance:
+        return Rule.VARIANCE
+    if dtype.is_floating or dtype.is_complex:
+        return Rule.MEAN
+    return Rule.MAXIMUM if dtype.is_integer and len(variable.shape) == 0 else Rule.KEEP
 
 
 def _graph_name(name: str) -> str:

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .. import header as headers
+from ..companions import Companion, Rule
 from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
 from . import Pending
@@ -44,6 +47,23 @@ class TorchAdapter:
         if isinstance(thing, torch.optim.Optimizer):
             return thing.param_groups
         return None
+
+    def buffers(self, model: object) -> list[Companion] | None:
+        if not isinstance(model, torch.nn.Module):
+            return None
+        named = dict(model.named_buffers())
+        names = {id(tensor): name for name, tensor in named.items()}
+        means = {}
+        for module in model.modules():
+            mean, variance = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+            if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
+                means[id(variance)] = Companion(names[id(mean)], mean, Rule.VARIANCE)
+        centers = {id(center.tensor) for center in means.values()}
+        return [
+            Companion(name, tensor, _rule(tensor, id(tensor) in means), means.get(id(tensor)))
+            for name, tensor in named.items()
+            if id(tensor) not in centers
+        ]
 
     def takes_part(self, tensor: torch.Tensor) -> bool:
         floating = tensor.is_floating_point() or tensor.is_complex()
@@ -79,8 +99,8 @@ class TorchAdapter:
 
     def reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
-    ) -> _TorchReduction:
-        return _TorchReduction(self.hvd, buckets, tensors, name, members)
+    ) -> TorchReduction:
+        return TorchReduction(self.hvd, buckets, tensors, name, members)
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         sums = torch.tensor(values, dtype=torch.int64)
@@ -97,11 +117,25 @@ class TorchAdapter:
     def restore(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         tensor.copy_(copy)
 
+    def numpy(self, tensor: torch.Tensor) -> NDArray[Any]:
+        floating = tensor.is_floating_point()
+        array: NDArray[Any] = tensor.detach().to("cpu", torch.float64 if floating else None, copy=True).numpy()
+        return array
+
+    @torch.no_grad()
+    def assign(self, tensor: torch.Tensor, array: NDArray[Any]) -> None:
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).view(tensor.shape))
+
+    def carrier(self, array: NDArray[np.float64]) -> torch.Tensor:
+        return torch.tensor(array)
+
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         return _as_bytes(tensor).cpu().numpy().data
 
 
-class _TorchReduction:
+class TorchReduction:
+    """Flat buffers, which Horovod sums in place."""
+
     def __init__(
         self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
     ) -> None:
@@ -131,14 +165,15 @@ class _TorchReduction:
             torch._foreach_copy_(self._views, self._pieces(tensors))
         for flat in self._flat:
             flat[-headers.LENGTH :] = torch.tensor(header, dtype=flat.dtype)
-        # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
-        self._handles = [
-            self._hvd.grouped_allreduce_async_(
-                [flat], name=name, op=self._hvd.Sum, process_set=self._members.process_set
-            )
-            for flat, name in zip(self._flat, self._names, strict=True)
-        ]
+        self._handles = [self._sum(number) for number in range(len(self._flat))]
         return self
+
+    def _sum(self, bucket: int) -> int:
+        # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
+        handle: int = self._hvd.grouped_allreduce_async_(
+            [self._flat[bucket]], name=self._names[bucket], op=self._hvd.Sum, process_set=self._members.process_set
+        )
+        return handle
 
     def done(self) -> bool:
         return all(self._hvd.poll(handle) for handle in self._handles)
@@ -146,7 +181,7 @@ class _TorchReduction:
     def result(self) -> list[float]:
         for handle in self._handles:
             self._hvd.synchronize(handle)
-        sums: list[float] = self._flat[0][-headers.LENGTH :].tolist()
+        sums: list[float] = self._flat[-1][-headers.LENGTH :].tolist()
         return sums
 
     @torch.no_grad()
@@ -209,6 +244,14 @@ class _TorchBroadcast:
             tensor.copy_(received.view(tensor.shape))
             start = stop
         return self._tensors
+
+
+def _rule(buffer: torch.Tensor, is_variance: bool) -> Rule:
+    if is_variance:
+        return Rule.VARIANCE
+    if buffer.is_floating_point() or buffer.is_complex():
+        return Rule.MEAN
+    return Rule.MAXIMUM if buffer.ndim == 0 and buffer.dtype is not torch.bool else Rule.KEEP
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
