@@ -101,7 +101,7 @@ def _check_leaving(rows: Mapping[int, _Row], channel: Channel) -> None:
         staying = {rank: row.step + 1 for rank, row in rows.items() if rank not in leaving}
         raise StepMismatchError(
             f"{channel.where}: {_steps(leaving, '{} left the averager after {} steps')}, while "
-            f"{_steps(staying, '{} entered a round with {} steps')}. {_ADVICE}"
+            f"{_steps(staying, '{} entered a round with {} steps')}. {_advice(channel)}"
         )
 
 
@@ -125,14 +125,12 @@ def _check_steps(rows: Mapping[int, _Row], channel: Channel) -> None:
     steps = {rank: row.step for rank, row in rows.items() if row.presence is not Presence.JOINING}
     if not _equal(steps.values()):
         raise StepMismatchError(
-            f"{channel.where}: the ranks met at different steps: {_steps(steps, '{} at step {}')}. {_ADVICE}"
+            f"{channel.where}: the ranks met at different steps: {_steps(steps, '{} at step {}')}. {_advice(channel)}"
         )
 
 
-_ADVICE = (
-    "Every rank must call average_parameters once per optimizer step, equally often; a checkpoint must be loaded on "
-    "every rank. For different numbers of batches call averager.join(params) after the last one. Nothing was changed."
-)
+def _advice(channel: Channel) -> str:
+    return f"{channel.advice} A checkpoint must be loaded on every rank. Nothing was changed."
 
 
 def _equal(values: Iterable[int]) -> bool:

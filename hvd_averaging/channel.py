@@ -20,13 +20,17 @@ _TEXT_LENGTH = 240  # bytes
 
 @dataclass(frozen=True)
 class Channel:
-    """How one averager talks to its peers: through which Horovod, with whom, by which name, for how long."""
+    """How one averager talks to its peers: through which Horovod, with whom, by which name, for how long.
+
+    ``call`` is what the user calls to have this talk, for messages that say what to do.
+    """
 
     adapter: Adapter
     members: Members
     name: str
     timeout: float | None
     step: int | None = None
+    call: str = "average_parameters"
 
     @property
     def where(self) -> str:
@@ -69,9 +73,8 @@ class Channel:
             return pending.result()
         except HorovodInternalError as error:
             raise collective_error(
-                f"{self.where}: this round failed, most often because another rank has failed or ended (its log says "
-                "why). If ranks have different numbers of batches, call averager.join(params) on each rank after its "
-                f"last one. The parameters here are as they were before the round. Horovod says: {error}"
+                f"{self.where}: this failed, most often because another rank has failed or ended (its log says why). "
+                f"{self.advice} The parameters here are as they were before. Horovod says: {error}"
             ) from error
 
     def _wait(self, pending: Pending) -> None:
@@ -85,8 +88,16 @@ class Channel:
     def _late(self) -> str:
         others = list_of_ranks(rank for rank in self.members.ranks if rank != self.members.rank)
         return (
-            f"{self.where}: rank {self.members.rank} has waited {self.timeout:g} s for {others} to enter this round. "
-            "Every rank of the process set must call average_parameters equally often (look for a rank-dependent "
-            "branch, an exception that was swallowed, or fewer batches: then use averager.join(params)). If a rank is "
-            "just slow here, raise timeout=. The parameters here are as they were before the round."
+            f"{self.where}: rank {self.members.rank} has waited {self.timeout:g} s for {others} to come here, too. "
+            f"{self.advice} If a rank is just slow here, raise timeout=. The parameters here are as they were before."
+        )
+
+    @property
+    def advice(self) -> str:
+        """How ranks come to meet."""
+        joins = self.call == "average_parameters"
+        fewer = ", or fewer batches: then call averager.join(params) on each rank after its last one" if joins else ""
+        return (
+            f"Every rank of the process set must call {self.call} equally often (look for a rank-dependent branch, an "
+            f"exception that was swallowed{fewer})."
         )

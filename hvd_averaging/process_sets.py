@@ -152,7 +152,7 @@ def _cut(ranks: Sequence[int], size: int) -> list[Ranks]:
 def _nodes(adapter: Adapter, within: Any) -> list[Ranks]:
     """The ranks of every host, as far as they are ``within``, in order. All ranks compare the names of their hosts."""
     enclosing = members(within, adapter.hvd)
-    channel = Channel(adapter, members(None, adapter.hvd), "process_sets", _TIMEOUT)
+    channel = Channel(adapter, members(None, adapter.hvd), "process_sets", _TIMEOUT, call="by_node and across_nodes")
     hosts = channel.gather([fingerprint(socket.gethostname())], "hosts")
     nodes: dict[int, list[int]] = {}
     for rank, (host,) in hosts.items():

@@ -167,7 +167,7 @@ def _meet(
     """Agree with the other ranks about what ``params`` are; ``None`` on a rank outside the process set."""
     check_process_set(process_set)
     collected, failure = collect_or_explain(params, everything=True)
-    channel = Channel(collected.adapter, members(process_set, collected.adapter.hvd), name, timeout)
+    channel = Channel(collected.adapter, members(process_set, collected.adapter.hvd), name, timeout, call=name)
     if not channel.members.included:
         return None
     agree(Claim(0, Presence.AVERAGING, settings, collected.layout, failure), channel)

@@ -67,6 +67,9 @@ class Rounds:
         buffers: see :class:`hvd_averaging.ModelAverager`.
     """
 
+    call = "average_parameters"
+    """What the user calls to have a round."""
+
     def __init__(
         self,
         name: str,
@@ -134,7 +137,8 @@ class Rounds:
         if self._agreed is None:  # alone: nothing was ever agreed
             return step
         claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
-        return agree(claim, Channel(self._agreed.adapter, self._agreed.members, self.name, self.timeout, step))
+        agreed = self._agreed
+        return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call))
 
     def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
         if presence is Presence.LEAVING:
@@ -163,7 +167,7 @@ class Rounds:
         if self._broken is not None:
             raise AveragingError(f"{self.name} cannot go on after an earlier error: {self._broken}")
         who = members(self.process_set, collected.adapter.hvd)
-        return Channel(collected.adapter, who, self.name, self.timeout, step)
+        return Channel(collected.adapter, who, self.name, self.timeout, step, self.call)
 
     def _reduce(
         self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel

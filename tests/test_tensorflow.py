@@ -55,6 +55,7 @@ def test_one_framework_does_not_import_the_other(framework, other):
     check = f"""
         import sys, {framework}
         from hvd_averaging import average_parameters
+        from hvd_averaging.{framework} import PeriodicModelAverager
         try:
             average_parameters([1.0])
         except TypeError:

@@ -74,7 +74,7 @@ class MeetingCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def channel(self, timeout: float | None = DEFAULT_TIMEOUT) -> Channel | None:
         """How to talk to the other ranks; ``None`` on a rank outside the process set."""
         adapter = _adapter()
-        channel = Channel(adapter, members(self.process_set, adapter.hvd), type(self).__name__, timeout)
+        channel = Channel(adapter, members(self.process_set, adapter.hvd), type(self).__name__, timeout, call="fit")
         return channel if channel.members.included else None
 
     def meet(self) -> list[int]:

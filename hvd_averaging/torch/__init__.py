@@ -1,21 +1,36 @@
-"""Post-local SGD for PyTorch loops, as one optimizer. Example, under ``horovodrun -np 8 python train.py``::
+"""Everything for PyTorch loops: what is in :mod:`hvd_averaging`, and post-local SGD as one optimizer.
 
-import horovod.torch as hvd
-from hvd_averaging import PeriodicModelAverager, broadcast_parameters
-from hvd_averaging.torch import PostLocalSGDOptimizer
+Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py``::
 
-hvd.init(process_sets="dynamic")
-broadcast_parameters(model)
-optimizer = PostLocalSGDOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    PeriodicModelAverager(period=8, warmup_steps=1000),
-)
-for inputs, targets in loader:
-    loss(model(inputs), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    import horovod.torch as hvd
+    from hvd_averaging.torch import PeriodicModelAverager, PostLocalSGDOptimizer, broadcast_parameters
+
+    hvd.init(process_sets="dynamic")
+    broadcast_parameters(model)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        PeriodicModelAverager(period=8, warmup_steps=1000),
+    )
+    for inputs, targets in loader:
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
+from ..averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from ..replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
+from ..round import Round
 from .optimizer import PostLocalSGDOptimizer
 
-__all__ = ["PostLocalSGDOptimizer"]
+__all__ = [
+    "HierarchicalModelAverager",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "ReplicaReport",
+    "Round",
+    "average_parameters",
+    "averaged",
+    "broadcast_parameters",
+    "check_replicas",
+]

@@ -34,6 +34,8 @@ _LOSS, _HAS_LOSS, _FLAGS = 0, 1, 2
 class GradientRounds(Rounds):
     """Rounds over the gradients of parameters, which are given in the order of the model and travel in reverse."""
 
+    call = "optimizer.step"
+
     def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None) -> None:
         super().__init__(name, process_set, timeout, bucket_bytes)
         self._note = torch.zeros(_FLAGS)

@@ -285,7 +285,7 @@ class PostLocalSGDOptimizer(_Wrapper):
     def _channel(self) -> Channel:
         averager = self.averager
         who = members(averager.process_set, self._adapter.hvd)
-        return Channel(self._adapter, who, averager.name, averager.timeout, averager.step)
+        return Channel(self._adapter, who, averager.name, averager.timeout, averager.step, call="scaler.step")
 
     @property
     def _adapter(self) -> Adapter:
