@@ -429,3 +429,25 @@ def test_a_group_that_one_rank_adds_is_named(rank):
     with pytest.raises(LayoutMismatchError, match="group1.0"):
         optimizer.step()
     assert hvd.size() == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer_state", ["local", "average", "reset"])
+def test_ranks_with_fewer_batches_join(rank, optimizer_state):
+    model = small_model(seed=rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = local(inner, period=3, warmup_steps=1, optimizer_state=optimizer_state)
+    for step in range(5 + 4 * rank):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    done = optimizer.join()
+    assert done is optimizer.last_round and optimizer.averager.step == 9 and check_replicas(model)
+    assert bool(optimizer.state) == (optimizer_state != "reset")
+
+
+@pytest.mark.ranks(2)
+def test_join_is_refused_while_others_wait_for_gradients(rank):
+    optimizer = local(torch.optim.SGD(small_model().parameters(), lr=0.1))
+    with pytest.raises(AveragingError, match="after warm-up and with gradient_process_set=None"):
+        optimizer.join()

@@ -16,6 +16,7 @@ from ..adapters import Adapter
 from ..averagers import ModelAverager
 from ..channel import Channel
 from ..companions import Together
+from ..errors import AveragingError
 from ..members import check_process_set, members
 from ..round import Round
 from .gradients import BUCKET_BYTES, GradientRounds
@@ -294,9 +295,30 @@ class PostLocalSGDOptimizer(_Wrapper):
     # ---- parameters -----------------------------------------------------------------------------------------------
 
     def _average_parameters(self) -> None:
-        averages_state = self.optimizer_state == "average" and self.averager.due(self.averager.step)
-        along = companions(self.inner) if averages_state else []
-        done = self.averager.average_parameters(Together(self.param_groups, along, self.model))
+        self._note(self.averager.average_parameters(self._parameters(self.averager.due(self.averager.step))))
+
+    def join(self) -> Round | None:
+        """As :meth:`hvd_averaging.ModelAverager.join`, for ranks with different numbers of batches.
+
+        Raises:
+            AveragingError: gradients are still averaged, in which a rank without batches could only be waited for.
+        """
+        rounds = self._current_rounds()
+        if rounds is not None and not members(rounds.process_set, self._adapter.hvd).alone:
+            raise AveragingError(
+                f"{self.averager.name} (step {self.averager.step}): join() works after warm-up and with "
+                "gradient_process_set=None only, since other ranks wait for this one's gradients. Give every rank "
+                "equally many batches (drop the surplus)."
+            )
+        done = self.averager.join(self._parameters(due=True))
+        self._note(done)
+        return done
+
+    def _parameters(self, due: bool) -> Together:
+        along = companions(self.inner) if due and self.optimizer_state == "average" else []
+        return Together(self.param_groups, along, self.model)
+
+    def _note(self, done: Round | None) -> None:
         if done is not None:
             self.last_round = done
             if self.optimizer_state == "reset":
