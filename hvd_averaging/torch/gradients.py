@@ -22,7 +22,7 @@ from ..collect import Collected
 from ..header import Presence
 from ..layout import Bucket, Layout
 from ..members import Members
-from ..round import Rounds
+from ..round import Round, Rounds
 
 BUCKET_BYTES = 25 * 2**20
 """Small enough that there are several to overlap with backward, large enough that each is worth its latency."""
@@ -41,6 +41,8 @@ class GradientRounds(Rounds):
         self._note = torch.zeros(_FLAGS)
         self._reduction: _GradientReduction | None = None
         self._early = True
+        self.last: Round | None = None
+        """What the latest round did."""
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Take a gradient that backward has just finished; its bucket may set out."""
@@ -60,7 +62,8 @@ class GradientRounds(Rounds):
         flags = [float(parameter.grad is not None) for _, parameter in backwards]
         note = torch.tensor([0.0 if loss is None else float(loss), float(loss is not None), *flags])
         self._note = note if note.shape != self._note.shape else self._note.copy_(note)
-        self.run([*backwards, ("note", self._note)], step, settings)
+        met = self.run([*backwards, ("note", self._note)], step, settings)
+        self.last = None if met is None else met[0]
         if loss is None:
             return None
         mean = float(self._note[_LOSS] / self._note[_HAS_LOSS])

@@ -118,6 +118,8 @@ class PostLocalSGDOptimizer(_Wrapper):
     gradient_process_set: Any
     last_round: Round | None
     """What the latest averaging of parameters did."""
+    last_gradient_round: Round | None
+    """What the latest averaging of gradients did; ``None`` at a step without one."""
 
     _step_supports_amp_scaling = True  # GradScaler hands over `grad_scale` and `found_inf`, and skips nothing itself
 
@@ -151,7 +153,7 @@ class PostLocalSGDOptimizer(_Wrapper):
         super().__setstate__(state)  # makes the hooks of an optimizer, too
         # By the module that horovod.torch.broadcast_optimizer_state knows a wrapper, and spares it a real step.
         self.__dict__["__module__"] = "horovod.torch.optimizer"
-        self.last_round = None
+        self.last_round = self.last_gradient_round = None
         self._rounds: GradientRounds | None = None
         self._hooks: dict[int, RemovableHandle] = {}  # by the id of the parameter
         self._accumulating = False
@@ -218,9 +220,12 @@ class PostLocalSGDOptimizer(_Wrapper):
 
     def _average_gradients(self, loss: Any = None) -> Any:
         rounds = self._current_rounds()
-        if rounds is None:
-            return loss
-        return rounds.average(self._named(), self.averager.step, f"gradients, {self.averager.describe()}", loss)
+        self.last_gradient_round = None
+        if rounds is not None:
+            settings = f"gradients, {self.averager.describe()}"
+            loss = rounds.average(self._named(), self.averager.step, settings, loss)
+            self.last_gradient_round = rounds.last
+        return loss
 
     def _current_rounds(self) -> GradientRounds | None:
         """Where gradients are averaged at this step; ``None`` for nowhere."""
