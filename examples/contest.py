@@ -1,4 +1,4 @@
-"""The same training several ways: what each costs and achieves, live while it runs and as a table at the end.
+"""The same training several ways: what each costs and achieves, live, and as a table and a picture at the end.
 
 Knows no framework. Every rank keeps the score; the leading one shows it.
 """
@@ -6,11 +6,13 @@ Knows no framework. Every rank keeps the score; the leading one shows it.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import picture
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -29,35 +31,45 @@ class Way:
     Attributes:
         ranks: how many ranks train.
         rounds: how often they averaged.
-        megabytes: what every rank sent for that, if by a ring: 2 (n - 1) / n of each payload.
+        megabytes: what every rank sent for that, if by a ring: 2 (n - 1) / n of each payload. Where ranks share nodes,
+            this is of the rounds over several nodes only.
+        megabytes_within: the same of the rounds within a node.
         seconds: from the first step to the final model.
         curve: ``(megabytes, accuracy)`` at some of the rounds, and at last of the final model.
     """
 
-    def __init__(self, name: str, ranks: int, accuracy: Callable[[], float], show: Callable[[Way], None]) -> None:
+    def __init__(
+        self, name: str, ranks: int, node: int, accuracy: Callable[[], float], show: Callable[[Way], None]
+    ) -> None:
         self.name = name
         self.ranks = ranks
         self.steps = self.rounds = 0
-        self.megabytes = self.seconds = 0.0
+        self.megabytes = self.megabytes_within = self.seconds = 0.0
         self.curve: list[tuple[float, float]] = []
+        self._node = node
         self._accuracy = accuracy
         self._show = show
         self._scored_at = 0
 
-    def step(self, averaged_bytes: int = 0) -> None:
-        """Count an optimizer step, and the round that came with it if anything was averaged."""
+    def step(self, averaged_bytes: int = 0, ranks: int | None = None) -> None:
+        """Count an optimizer step, and the round of ``ranks`` (``None``: all) that came with it if there was one."""
         self.steps += 1
-        self.round(averaged_bytes)
+        self.round(averaged_bytes, ranks)
         # Between rounds every rank has a model of its own, none of which is what this way would hand out.
-        of_all = averaged_bytes > 0 or self.ranks == 1
+        of_all = self.ranks == 1 or (averaged_bytes > 0 and ranks in (None, self.ranks))
         if of_all and self.steps >= self._scored_at + STEPS_BETWEEN_SCORES:
             self.score()
         self._show(self)
 
-    def round(self, averaged_bytes: int) -> None:
-        """Count a round, unless nothing was averaged."""
+    def round(self, averaged_bytes: int, ranks: int | None = None) -> None:
+        """Count a round of ``ranks`` (``None``: all), unless nothing was averaged."""
+        ranks = ranks or self.ranks
+        sent = averaged_bytes * 2 * (ranks - 1) / ranks / 1e6
         self.rounds += averaged_bytes > 0
-        self.megabytes += averaged_bytes * 2 * (self.ranks - 1) / self.ranks / 1e6
+        if ranks > self._node:
+            self.megabytes += sent
+        else:
+            self.megabytes_within += sent
 
     def score(self) -> None:
         self._scored_at = self.steps
@@ -74,14 +86,20 @@ class Contest:
 
     Args:
         steps: of every way.
-        leads: whether this rank is the one that shows.
+        rank: this one; the first one shows.
+        ranks: how many there are.
+        node: how many neighbouring ranks share a node; with more than one, what goes between nodes is told apart.
     """
 
-    def __init__(self, steps: int, leads: bool) -> None:
-        self.console = open_console() if leads else Console(quiet=True)
+    def __init__(self, steps: int, rank: int, ranks: int, node: int = 1) -> None:
         self.ways: list[Way] = []
         self._steps = steps
-        self._leads = leads
+        self._leads = rank == 0
+        self._ranks = ranks
+        self._node = node
+        self._console = open_console() if self._leads else Console(quiet=True)
+        if ranks == 1:
+            self._say(f"Only one rank, so nothing is averaged. Launch four: horovodrun -np 4 python {sys.argv[0]}")
 
     @contextmanager
     def way(self, name: str, ranks: int, accuracy: Callable[[], float]) -> Iterator[Way]:
@@ -92,7 +110,7 @@ class Contest:
             accuracy: of the present model on the test set, as a fraction. Called on the leading rank only.
         """
         with self._display(name) as show:
-            way = Way(name, ranks, accuracy if self._leads else lambda: 0.0, show)
+            way = Way(name, ranks, self._node, accuracy if self._leads else lambda: 0.0, show)
             started = time.perf_counter()
             yield way
             way.seconds = time.perf_counter() - started
@@ -109,8 +127,8 @@ class Contest:
             MofNCompleteColumn(),
             TextColumn("steps  {task.fields[score]:>6}"),
         )
-        live = self.console.is_terminal
-        with Progress(*columns, console=self.console, expand=True, disable=not live) as progress:
+        live = self._console.is_terminal
+        with Progress(*columns, console=self._console, expand=True, disable=not live) as progress:
             task = progress.add_task(name, total=self._steps, score="")
             shown = 0
 
@@ -121,23 +139,39 @@ class Contest:
                 part = way.steps * LINES_PER_WAY // self._steps
                 if not live and part > shown and (part < LINES_PER_WAY or way.seconds):
                     shown = part
-                    self.console.print(f"{name:<19} {way.steps:>5}/{self._steps} steps  {score:>6}", highlight=False)
+                    self._console.print(f"{name:<19} {way.steps:>5}/{self._steps} steps  {score:>6}", highlight=False)
 
             yield show
 
-    def say(self, line: str) -> None:
-        """Print it in one piece, however long, so that it can be copied."""
-        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+    def show_results(self, folder: Path) -> None:
+        """A table, and in ``folder`` a picture that is called as the script is, if any rank sent anything."""
+        self._console.print("", self._table(), "", sep="\n")
+        if self._leads and self._ranks > 1:
+            title = f"The same {self._steps} steps on {self._ranks} ranks"
+            sender = "each rank" if self._node == 1 else f"each node of {self._node} ranks to the other"
+            path = folder / Path(sys.argv[0]).with_suffix(".png").name
+            self._say(f"Picture: {picture.draw(self.ways, title, sender, path)}")
 
-    def print_table(self) -> None:
+    def _table(self) -> Table:
+        nodes = self._node > 1
         caption = "MB sent by each rank: 2 (n - 1) / n times what is averaged, as n ranks in a ring send it."
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=caption, caption_justify="left")
-        for heading in ("", "test accuracy", "rounds", "MB sent", "seconds"):
-            table.add_column(heading, justify="right" if heading else "left")
+        if nodes:
+            caption += " A ring over all ranks leaves each node once, so this is also what a node sends to the next."
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), caption=caption)
+        table.caption_justify = "left"
+        sent = ("MB between nodes", "MB within nodes") if nodes else ("MB sent",)
+        table.add_column(no_wrap=True)
+        for heading in ("test accuracy", "rounds", *sent, "seconds"):
+            table.add_column(heading, justify="right")
         for way in self.ways:
-            row = (f"{way.accuracy:.1%}", str(way.rounds), f"{way.megabytes:.2f}", f"{way.seconds:.1f}")
+            megabytes = (way.megabytes, way.megabytes_within)[: len(sent)]
+            row = (f"{way.accuracy:.1%}", str(way.rounds), *(f"{each:.2f}" for each in megabytes), f"{way.seconds:.1f}")
             table.add_row(way.name, *row)
-        self.console.print("", table, "", sep="\n")
+        return table
+
+    def _say(self, line: str) -> None:
+        """Print it in one piece, however long, so that it can be copied."""
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def open_console() -> Console:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from contest import Way
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
+
+if TYPE_CHECKING:
+    from contest import Way
 
 # From the palette of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 GREY = "#595959"
 
 
-def draw(ways: Sequence[Way], title: str, path: Path) -> Path:
+def draw(ways: Sequence[Way], title: str, sender: str, path: Path) -> Path:
     """One line for each way that sent something, and a level for each that did not."""
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    dress(axes, title)
+    dress(axes, title, sender)
     talkers = sorted((way for way in ways if way.megabytes > 0), key=lambda way: way.megabytes)
     for way, colour in zip(talkers, itertools.cycle(COLOURS)):
         draw_line(axes, way, colour, last=way is talkers[-1])
@@ -65,13 +68,13 @@ def draw_level(axes: Axes, way: Way) -> None:
     )
 
 
-def dress(axes: Axes, title: str) -> None:
+def dress(axes: Axes, title: str, sender: str) -> None:
     axes.set_title(title, loc="left", fontsize=13, weight="bold", pad=14)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    axes.set_xlabel("megabytes sent by each rank (logarithmic)")
+    axes.set_xlabel(f"megabytes sent by {sender} (logarithmic)")
     axes.set_ylabel("test accuracy")
     axes.grid(axis="y", color="#e4e4e4")
     axes.set_axisbelow(True)

@@ -14,14 +14,12 @@ The step to copy is in ``average_parameters_now_and_then``: the averager is call
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 
 import digits
 import horovod.tensorflow as hvd
 import keras
 import options
-import picture
 import tensorflow as tf
 from contest import Contest
 
@@ -136,19 +134,11 @@ def train_alone(task: Task, contest: Contest) -> None:
 def main(arguments: argparse.Namespace) -> None:
     hvd.init()
     task = Task(arguments.epochs, arguments.seed)
-    contest = Contest(task.steps, leads=hvd.rank() == 0)
-    if hvd.size() == 1:
-        contest.say(f"Only one rank, so nothing is averaged. Launch four: horovodrun -np 4 python {sys.argv[0]}")
-
+    contest = Contest(task.steps, hvd.rank(), hvd.size())
     average_gradients_at_every_step(task, contest)
     average_parameters_now_and_then(task, contest, arguments.period, arguments.warmup_steps)
     train_alone(task, contest)
-
-    contest.print_table()
-    if hvd.rank() == 0 and hvd.size() > 1:
-        title = f"The same {task.steps} steps on {hvd.size()} ranks"
-        path = picture.draw(contest.ways, title, arguments.output / "tensorflow_loop.png")
-        contest.say(f"Picture: {path}")
+    contest.show_results(arguments.output)
 
 
 if __name__ == "__main__":

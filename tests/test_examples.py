@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TORCH = ROOT / "examples" / "torch_local_sgd.py"
+HIERARCHICAL = ROOT / "examples" / "torch_hierarchical.py"
 
 
 class Row(NamedTuple):
@@ -64,6 +66,38 @@ def test_demo_compares_three_ways(horovodrun, tmp_path, example):
     assert width > 800 and height > 400 and picture.stat().st_size > 10_000
 
 
+def test_hierarchical_demo_tells_apart_what_goes_between_nodes(horovodrun, tmp_path):
+    epochs, period = 3, 4
+    options = f"--epochs {epochs} --period {period} --output {tmp_path}".split()
+    launched = horovodrun(4, HIERARCHICAL, limit=100, args=options)
+    assert launched.returncode == 0, launched.output
+
+    steps = epochs * (200 // 16)  # 800 digits on 4 ranks, in batches of 16
+    rounds = len(range(0, steps, period))
+    rounds_of_all = len(range(0, steps, 4 * period))
+    within = 4 * (64 * 256 + 256 + 256 * 10 + 10) / 1e6  # megabytes of the network; a ring of two sends as much
+    between = 1.5 * within  # a ring of four
+
+    def check(name, expected_rounds, *expected_megabytes):
+        row = re.search(rf"{name} +([\d.]+)% +(\d+) +([\d.]+) +([\d.]+) +[\d.]+\s", launched.output)
+        assert row, f"no table row for {name!r} in:\n{launched.output}"
+        assert float(row[1]) > 75 and int(row[2]) == expected_rounds
+        megabytes = float(row[3]), float(row[4])
+        assert megabytes == pytest.approx(expected_megabytes, rel=0.005, abs=0.005)
+
+    check("gradient averaging", steps, steps * between, 0)
+    check("model averaging", rounds + 1, (rounds + 1) * between, 0)  # and join
+    check("hierarchical", rounds + 1, (rounds_of_all + 1) * between, (rounds - rounds_of_all) * within)
+    assert f"Picture: {tmp_path / 'torch_hierarchical.png'}" in launched.output
+    assert min(png_size(tmp_path / "torch_hierarchical.png")) > 400
+
+
+def test_hierarchical_demo_needs_two_equal_nodes():
+    run = subprocess.run([sys.executable, str(HIERARCHICAL)], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "which 1 is not. Launch eight: horovodrun -np 8 python" in run.stderr
+
+
 def test_torch_demo_on_one_rank_says_how_to_launch_it(tmp_path):
     command = [sys.executable, str(TORCH), "--epochs", "1", "--output", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -105,4 +139,21 @@ def test_demo_script_names_the_demos_there_are(tmp_path):
     assert (run.returncode, run.stdout) == (2, "")
     said, names = run.stderr.rstrip("\n").split(", only: ")
     assert said == "demo: there is no demo called 'caffe'"
-    assert {"torch", "tensorflow", "keras"} == set(names.split())
+    assert {"torch", "tensorflow", "keras", "hierarchical"} == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "example"), [("torch", 4, "torch_local_sgd.py"), ("hierarchical", 8, "torch_hierarchical.py")]
+)
+def test_demo_script_launches_a_demo_on_its_ranks(tmp_path, name, ranks, example):
+    """With a set-up that does nothing and a launcher that says what it was told."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "demo", tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for path, body in (("scripts/setup", ""), (".venv/bin/horovodrun", 'echo "[0]<stdout>:$*"')):
+        (tmp_path / path).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / path).chmod(0o755)
+    command = [tmp_path / "scripts" / "demo", name, "--epochs", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    python, script, output = f"{tmp_path}/.venv/bin/python", f"{tmp_path}/examples/{example}", f"{tmp_path}/output"
+    assert run.stdout == f"-np {ranks} --gloo {python} {script} --output {output} --epochs 3\n"
