@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def parse(description: str) -> argparse.Namespace:
+def parse(description: str, warmup_steps: int = 0) -> argparse.Namespace:
     """``period``, ``warmup_steps``, ``epochs`` and ``seed`` (whole numbers), and ``output`` (a path)."""
     parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     option = parser.add_argument
     option("--period", type=at_least(1), default=8, metavar="H", help="steps from one averaging round to the next")
-    option("--warmup-steps", type=at_least(0), default=0, metavar="N", help="steps before the first round")
+    option("--warmup-steps", type=at_least(0), default=warmup_steps, metavar="N", help="steps before the first round")
     option("--epochs", type=at_least(1), default=30, metavar="N", help="passes of every rank over its shard")
     option("--seed", type=at_least(0), default=0, metavar="N", help="of the initial weights and the order of batches")
     option("--output", type=folder, default="output", metavar="DIR", help="where the picture goes")

@@ -5,7 +5,6 @@ Only sums travel, since a rank in ``hvd.join()`` answers those (with zeros) and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from .adapters import Adapter, Pending
 from .errors import AveragingTimeoutError, collective_error, list_of_ranks
 from .members import Members
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
 _TEXT_LENGTH = 240  # bytes
 
 
@@ -69,21 +67,14 @@ class Channel:
 
         try:
             pending = begin()
-            self._wait(pending)
+            if not pending.wait(self.timeout):
+                raise AveragingTimeoutError(self._late())
             return pending.result()
         except HorovodInternalError as error:
             raise collective_error(
                 f"{self.where}: this failed, most often because another rank has failed or ended (its log says why). "
                 f"{self.advice} The parameters here are as they were before. Horovod says: {error}"
             ) from error
-
-    def _wait(self, pending: Pending) -> None:
-        started, pause = time.monotonic(), _SHORTEST_PAUSE
-        while not pending.done():
-            if self.timeout is not None and time.monotonic() - started > self.timeout:
-                raise AveragingTimeoutError(self._late())
-            time.sleep(pause)  # leaves the core to the thread that does the work
-            pause = min(1.2 * pause, _LONGEST_PAUSE)
 
     def _late(self) -> str:
         others = list_of_ranks(rank for rank in self.members.ranks if rank != self.members.rank)

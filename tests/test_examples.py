@@ -66,15 +66,16 @@ def test_demo_compares_three_ways(horovodrun, tmp_path, example):
     assert width > 800 and height > 400 and picture.stat().st_size > 10_000
 
 
-def test_hierarchical_demo_tells_apart_what_goes_between_nodes(horovodrun, tmp_path):
-    epochs, period = 3, 4
-    options = f"--epochs {epochs} --period {period} --output {tmp_path}".split()
-    launched = horovodrun(4, HIERARCHICAL, limit=100, args=options)
+@pytest.mark.parametrize("example", ["torch_hierarchical", "torch_post_local_sgd"])
+def test_demos_of_two_nodes_tell_apart_what_goes_between_them(horovodrun, tmp_path, example):
+    epochs, period, warmup_steps = 3, 4, 8
+    options = f"--epochs {epochs} --period {period} --warmup-steps {warmup_steps} --output {tmp_path}".split()
+    launched = horovodrun(4, TORCH.with_name(f"{example}.py"), limit=100, args=options)
     assert launched.returncode == 0, launched.output
 
     steps = epochs * (200 // 16)  # 800 digits on 4 ranks, in batches of 16
-    rounds = len(range(0, steps, period))
-    rounds_of_all = len(range(0, steps, 4 * period))
+    rounds = len(range(warmup_steps, steps, period))
+    rounds_of_all = len(range(4 * period, steps, 4 * period))
     within = 4 * (64 * 256 + 256 + 256 * 10 + 10) / 1e6  # megabytes of the network; a ring of two sends as much
     between = 1.5 * within  # a ring of four
 
@@ -86,10 +87,17 @@ def test_hierarchical_demo_tells_apart_what_goes_between_nodes(horovodrun, tmp_p
         assert megabytes == pytest.approx(expected_megabytes, rel=0.005, abs=0.005)
 
     check("gradient averaging", steps, steps * between, 0)
-    check("model averaging", rounds + 1, (rounds + 1) * between, 0)  # and join
-    check("hierarchical", rounds + 1, (rounds_of_all + 1) * between, (rounds - rounds_of_all) * within)
-    assert f"Picture: {tmp_path / 'torch_hierarchical.png'}" in launched.output
-    assert min(png_size(tmp_path / "torch_hierarchical.png")) > 400
+    hierarchical = example == "torch_hierarchical"
+    periodic = len(range(warmup_steps if hierarchical else 0, steps, period)) + 1  # and join
+    check("model averaging", periodic, periodic * between, 0)
+    if hierarchical:
+        check("hierarchical", rounds + 1, (rounds_of_all + 1) * between, (rounds - rounds_of_all) * within)
+    else:
+        # Gradients at every step, of all ranks in warm-up and of the node afterwards; and the rounds of parameters.
+        of_all = warmup_steps + rounds + 1
+        check("post-local SGD", steps + rounds + 1, of_all * between, (steps - warmup_steps) * within)
+    assert f"Picture: {tmp_path / f'{example}.png'}" in launched.output
+    assert min(png_size(tmp_path / f"{example}.png")) > 400
 
 
 def test_hierarchical_demo_needs_two_equal_nodes():
@@ -139,7 +147,7 @@ def test_demo_script_names_the_demos_there_are(tmp_path):
     assert (run.returncode, run.stdout) == (2, "")
     said, names = run.stderr.rstrip("\n").split(", only: ")
     assert said == "demo: there is no demo called 'caffe'"
-    assert {"torch", "tensorflow", "keras", "hierarchical"} == set(names.split())
+    assert {"torch", "tensorflow", "keras", "hierarchical", "post_local"} == set(names.split())
 
 
 @pytest.mark.parametrize(

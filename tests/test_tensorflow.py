@@ -326,6 +326,15 @@ def test_functions_are_traced_once(rank):
     assert all(f.average.experimental_get_tracing_count() == 1 for f in functions)
 
 
+@pytest.mark.ranks(2, **on_gloo)
+def test_a_variable_replaced_by_one_like_it(rank):
+    first, old, new = variable(rank), variable(rank), variable(rank + 10)
+    averager = PeriodicModelAverager(period=2)
+    for second in (old, old, new, new):
+        averager.average_parameters([first, second])
+    np.testing.assert_allclose(new.numpy(), variable(10.5).numpy())
+
+
 @pytest.mark.ranks(2, 4, **on_ranks)
 def test_a_rank_in_hvd_join_does_not_shrink_the_weights(rank, size):
     import horovod.tensorflow as hvd

@@ -30,11 +30,11 @@ _adapters: dict[str, Adapter] = {}
 class Pending(Protocol):
     """A collective under way."""
 
-    def done(self) -> bool:
-        """Whether :meth:`result` would not wait. Never blocks."""
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until it is done, for ``timeout`` seconds at most; whether it is."""
 
     def result(self) -> Sequence[Any]:
-        """The outcome; called once, when :meth:`done`. Raises ``HorovodInternalError`` when the collective failed."""
+        """The outcome; called once, when done. Raises ``HorovodInternalError`` when the collective failed."""
 
 
 class Reduction(Pending, Protocol):

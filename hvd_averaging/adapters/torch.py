@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
 from . import Pending
 
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
 _WIRE = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -133,7 +135,23 @@ class TorchAdapter:
         return _as_bytes(tensor).cpu().numpy().data
 
 
-class TorchReduction:
+class Polled:
+    """Horovod wakes nobody up when a collective is done: one has to ask, and cannot stop waiting otherwise."""
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None) -> bool:
+        started, pause = time.monotonic(), _SHORTEST_PAUSE
+        while not self.done():
+            if timeout is not None and time.monotonic() - started > timeout:
+                return False
+            time.sleep(pause)  # leaves the core to the thread that does the work
+            pause = min(1.2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+class TorchReduction(Polled):
     """Flat buffers, which Horovod sums in place."""
 
     def __init__(
@@ -204,7 +222,7 @@ class TorchReduction:
         ]
 
 
-class _PendingIntegers:
+class _PendingIntegers(Polled):
     def __init__(self, hvd: Any, handle: int) -> None:
         self._hvd, self._handle = hvd, handle
 
@@ -216,7 +234,7 @@ class _PendingIntegers:
         return sums
 
 
-class _TorchBroadcast:
+class _TorchBroadcast(Polled):
     """Bytes travel, so that every dtype arrives bit for bit; in blocks that Horovod can count."""
 
     def __init__(self, hvd: Any, tensors: Sequence[torch.Tensor], name: str, root_rank: int, members: Members) -> None:
