@@ -21,7 +21,8 @@ _PRESENCES = tuple(Presence)
 class Claim:
     """What one rank brings to the agreement.
 
-    ``settings`` describes the averager (class, schedule, name); ``failure`` is why this rank cannot take part.
+    ``settings`` describes the averager (class, schedule, name); ``memory`` how the tensors lie in memory, 0 where they
+    must be packed; ``failure`` is why this rank cannot take part.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Claim:
     settings: str
     layout: Layout
     failure: Exception | None = None
+    memory: int = 0
 
     def encode(self) -> list[int]:
         return [
@@ -38,7 +40,20 @@ class Claim:
             len(self.layout.entries),
             self.layout.fingerprint,
             fingerprint(self.settings),
+            self.memory,
         ]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks found out together.
+
+    ``step`` is the largest that any rank has reached (ranks that join may be behind); ``in_place`` whether the tensors
+    of all ranks lie alike in memory, so that they need not be packed.
+    """
+
+    step: int
+    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -49,13 +64,11 @@ class _Row:
     entries: int
     layout: int
     settings: int
+    memory: int
 
 
-def agree(claim: Claim, channel: Channel) -> int:
+def agree(claim: Claim, channel: Channel) -> Agreement:
     """Compare the claims of all ranks.
-
-    Returns:
-        The largest step that any rank has reached (ranks that join may be behind).
 
     Raises:
         LayoutMismatchError, StepMismatchError: the ranks differ; raised on every rank, naming the difference.
@@ -70,7 +83,8 @@ def agree(claim: Claim, channel: Channel) -> int:
     _check_leaving(rows, channel)
     _check_layouts(rows, claim, channel)
     _check_steps(rows, channel)
-    return max(row.step for row in rows.values())
+    in_place = _equal(row.memory for row in rows.values()) and claim.memory != 0
+    return Agreement(max(row.step for row in rows.values()), in_place)
 
 
 def _check_failures(rows: Mapping[int, _Row], claim: Claim, channel: Channel) -> None:

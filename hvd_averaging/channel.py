@@ -14,6 +14,7 @@ from .errors import AveragingTimeoutError, collective_error, list_of_ranks
 from .members import Members
 
 _TEXT_LENGTH = 240  # bytes
+_UNTOUCHED = "The parameters here are as they were before."
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ class Channel:
         rows = self.gather(list(line), topic)
         return {rank: bytes(row).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 
-    def complete(self, begin: Callable[[], Pending]) -> Sequence[Any]:
+    def complete(self, begin: Callable[[], Pending], aftermath: str = _UNTOUCHED) -> Sequence[Any]:
         """Begin a collective and wait for its result.
+
+        Args:
+            begin: begins it.
+            aftermath: for messages, what has become of the parameters if it fails.
 
         Raises:
             AveragingTimeoutError: it took longer than ``timeout`` seconds.
@@ -68,19 +73,19 @@ class Channel:
         try:
             pending = begin()
             if not pending.wait(self.timeout):
-                raise AveragingTimeoutError(self._late())
+                raise AveragingTimeoutError(f"{self._late()} {aftermath}")
             return pending.result()
         except HorovodInternalError as error:
             raise collective_error(
                 f"{self.where}: this failed, most often because another rank has failed or ended (its log says why). "
-                f"{self.advice} The parameters here are as they were before. Horovod says: {error}"
+                f"{self.advice} {aftermath} Horovod says: {error}"
             ) from error
 
     def _late(self) -> str:
         others = list_of_ranks(rank for rank in self.members.ranks if rank != self.members.rank)
         return (
             f"{self.where}: rank {self.members.rank} has waited {self.timeout:g} s for {others} to come here, too. "
-            f"{self.advice} If a rank is just slow here, raise timeout=. The parameters here are as they were before."
+            f"{self.advice} If a rank is just slow here, raise timeout=."
         )
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from . import header as headers
-from .adapters import Adapter, Reduction
+from .adapters import Adapter, Pending, Reduction
 from .agreement import Claim, agree
 from .channel import Channel
 from .collect import Collected, collect, collect_or_explain
@@ -24,6 +24,9 @@ from .errors import AveragingError, AveragingTimeoutError, CollectiveError
 from .header import Header, Presence, Tally
 from .layout import Bucket, Layout, fingerprint
 from .members import Members, members
+
+# Parameters that lie in one piece of memory are summed where they are.
+_SUMMED = "The parameters here may hold sums over ranks: load them from a checkpoint before you go on."
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,13 @@ class _Agreed:
     adapter: Adapter
     members: Members
     layout: Layout
+    buckets: tuple[Bucket, ...]
+    memory: int
     reduction: Reduction
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self.buckets)
 
 
 class Rounds:
@@ -138,7 +146,7 @@ class Rounds:
             return step
         claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
         agreed = self._agreed
-        return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call))
+        return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call)).step
 
     def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
         if presence is Presence.LEAVING:
@@ -177,39 +185,55 @@ class Rounds:
             self._agreed = self._agree(claim, tensors, channel)
         while True:
             agreed = self._agreed
-            able = self._fits(claim, agreed.layout)
+            able = self._fits(claim, tensors, agreed)
             contributes = contributes and claim.presence is not Presence.LEAVING
             agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}")
             header = Header(claim.step, agreement, claim.presence, contributes and able, able)
             # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
             packed = tensors if header.contributes else None
             tally = Tally.decode(channel.complete(partial(agreed.reduction.start, packed, header.encode())))
+            if tally.sound:
+                self._complete_rest(agreed.reduction.rest(packed), channel)
             if tally.sound or (tally.leaving == tally.present and tally.same_step):
                 return agreed, tally
             self._agreed = self._agree(claim, tensors, channel)
 
-    def _fits(self, claim: Claim, layout: Layout) -> bool:
-        """Whether what this rank brings can go into the buffers for ``layout``."""
-        same = claim.presence is Presence.LEAVING or claim.layout.fingerprint == layout.fingerprint
-        return claim.failure is None and same
+    def _complete_rest(self, rest: Pending | None, channel: Channel) -> None:
+        if rest is not None:
+            channel.complete(lambda: rest, _SUMMED)
+
+    def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: _Agreed) -> bool:
+        """Whether what this rank brings is what was agreed."""
+        if claim.failure is not None or claim.presence is Presence.LEAVING:
+            return claim.failure is None
+        if claim.layout.fingerprint != agreed.layout.fingerprint:
+            return False
+        return self._memory(agreed.adapter, agreed.buckets, tensors) == agreed.memory
+
+    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+        return adapter.memory(buckets, tensors)
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
     ) -> Reduction:
-        return channel.adapter.reduction(buckets, tensors, name, channel.members)
+        return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> _Agreed:
-        agree(claim, channel)
         buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
+        memory = self._memory(channel.adapter, buckets, tensors)
+        known = self._agreed
+        same = known is not None and known.layout.fingerprint == claim.layout.fingerprint
+        if known is not None and same and known.memory and not memory:
+            warnings.warn(
+                f"{self.name}: the parameters no longer lie in one piece of memory (they were moved, converted or "
+                "replaced), so they are packed again. Call flatten_parameters once more to avoid that.",
+                stacklevel=6,
+            )
+        in_place = agree(replace(claim, memory=memory), channel).in_place
         # The layout is part of the name, so that the averagers of two models can share the averager's name.
         name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
-        return _Agreed(
-            channel.adapter,
-            channel.members,
-            claim.layout,
-            self._make_reduction(buckets, tensors, name, channel),
-            sum(bucket.bytes for bucket in buckets),
-        )
+        reduction = self._make_reduction(buckets, tensors, name, channel, in_place)
+        return _Agreed(channel.adapter, channel.members, claim.layout, buckets, memory, reduction)
 
     def _give_up(self, error: AveragingError) -> None:
         """After these the ranks no longer know of each other where they are."""

@@ -46,6 +46,9 @@ class Reduction(Pending, Protocol):
     def result(self) -> Sequence[float]:
         """The sum of the headers over the ranks."""
 
+    def rest(self, tensors: Sequence[Any] | None) -> Pending | None:
+        """Begin what has to wait until all headers are known to be sound; ``None`` if there is nothing."""
+
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
 
@@ -83,8 +86,16 @@ class Adapter(Protocol):
     def entry(self, name: str, tensor: Any, places: dict[Any, int]) -> Entry:
         """Describe ``tensor``; ``places`` numbers the devices seen so far and is extended."""
 
-    def reduction(self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members) -> Reduction:
-        """Buffers for ``buckets``, each with room for the header, and a name for the collectives."""
+    def memory(self, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+        """A hash of how tensors lie in memory, if some buckets need not be packed; else 0."""
+
+    def reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, in_place: bool
+    ) -> Reduction:
+        """Buffers for ``buckets``, each with room for the header, and a name for the collectives.
+
+        With ``in_place``, all ranks found the same :meth:`memory`, which is not 0.
+        """
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         """Begin to sum 64-bit integers over the process set."""

@@ -107,8 +107,11 @@ class TensorFlowAdapter:
         kind = tf.DeviceSpec.from_string(device).device_type or "cpu"
         return Entry(name, tuple(tensor.shape), tf.as_dtype(tensor.dtype).name, kind.lower(), place)
 
+    def memory(self, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+        return 0
+
     def reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, in_place: bool
     ) -> _TensorFlowReduction:
         plan = tuple((bucket.dtype, bucket.elements) for bucket in buckets)
         key = (name, plan, members.process_set.process_set_id)
@@ -318,6 +321,9 @@ class _TensorFlowReduction:
     def result(self) -> Sequence[float]:
         assert self._call is not None, "start comes first"
         return self._call.result()
+
+    def rest(self, tensors: Sequence[Any] | None) -> None:
+        """Nothing: the variables went along with the header."""
 
     def abandon(self) -> None:
         self._abandoned.assign(1)

@@ -1,15 +1,12 @@
-"""PyTorch: parameters are packed into flat buckets, which Horovod reduces in place.
+"""PyTorch: what can be averaged, how it is described, and what else has to be asked of the framework.
 
-Flat, because of how Horovod treats a list of tensors: it checks only the first one for contiguity (a transposed tensor
-later in the list is silently permuted), keeps only the last one's status, caches only 1024 names, and counts elements
-in 32 bits. Buckets also hold what 16-bit floats need: sums are formed in float32.
+How parameters travel is in ``torch_reduction`` and, for those that lie in one piece of memory, ``torch_flat``.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -17,14 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import header as headers
 from ..companions import Companion, Rule
 from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
-from . import Pending
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
-_WIRE = {"float32": torch.float32, "float64": torch.float64}
+from . import Pending, Reduction, torch_flat
+from .torch_reduction import Polled, TorchReduction
 
 
 class TorchAdapter:
@@ -99,10 +93,14 @@ class TorchAdapter:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Entry(name, tuple(tensor.shape), dtype, tensor.device.type, place)
 
+    def memory(self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor]) -> int:
+        return torch_flat.memory(buckets, tensors)
+
     def reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
-    ) -> TorchReduction:
-        return TorchReduction(self.hvd, buckets, tensors, name, members)
+        self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members, in_place: bool
+    ) -> Reduction:
+        kind = torch_flat.FlatReduction if in_place else TorchReduction
+        return kind(self.hvd, buckets, tensors, name, members)
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         sums = torch.tensor(values, dtype=torch.int64)
@@ -133,93 +131,6 @@ class TorchAdapter:
 
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         return _as_bytes(tensor).cpu().numpy().data
-
-
-class Polled:
-    """Horovod wakes nobody up when a collective is done: one has to ask, and cannot stop waiting otherwise."""
-
-    def done(self) -> bool:
-        raise NotImplementedError
-
-    def wait(self, timeout: float | None) -> bool:
-        started, pause = time.monotonic(), _SHORTEST_PAUSE
-        while not self.done():
-            if timeout is not None and time.monotonic() - started > timeout:
-                return False
-            time.sleep(pause)  # leaves the core to the thread that does the work
-            pause = min(1.2 * pause, _LONGEST_PAUSE)
-        return True
-
-
-class TorchReduction(Polled):
-    """Flat buffers, which Horovod sums in place."""
-
-    def __init__(
-        self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
-    ) -> None:
-        self._hvd, self._buckets, self._members = hvd, buckets, members
-        self._names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
-        self._flat = [
-            torch.empty(
-                bucket.elements + headers.LENGTH,
-                dtype=_WIRE[bucket.dtype],
-                device=tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu",
-            )
-            for bucket in buckets
-        ]
-        self._views = [
-            flat[piece.start : piece.stop].view(piece.shape)
-            for flat, bucket in zip(self._flat, buckets, strict=True)
-            for piece in bucket.pieces
-        ]
-        self._handles: list[int] = []
-
-    @torch.no_grad()
-    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
-        if tensors is None:
-            for flat in self._flat:
-                flat.zero_()
-        elif self._views:
-            torch._foreach_copy_(self._views, self._pieces(tensors))
-        for flat in self._flat:
-            flat[-headers.LENGTH :] = torch.tensor(header, dtype=flat.dtype)
-        self._handles = [self._sum(number) for number in range(len(self._flat))]
-        return self
-
-    def _sum(self, bucket: int) -> int:
-        # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
-        handle: int = self._hvd.grouped_allreduce_async_(
-            [self._flat[bucket]], name=self._names[bucket], op=self._hvd.Sum, process_set=self._members.process_set
-        )
-        return handle
-
-    def done(self) -> bool:
-        return all(self._hvd.poll(handle) for handle in self._handles)
-
-    def result(self) -> list[float]:
-        for handle in self._handles:
-            self._hvd.synchronize(handle)
-        sums: list[float] = self._flat[-1][-headers.LENGTH :].tolist()
-        return sums
-
-    @torch.no_grad()
-    def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        # Dividing on the way back costs no pass over memory, unlike Horovod's Average, and divides by the ranks that
-        # took part, not by the size of the process set.
-        for piece, view in zip(self._pieces(tensors), self._views, strict=True):
-            torch.div(view, contributors, out=piece)
-
-    def abandon(self) -> None:
-        """Nothing to do: only :meth:`write` writes."""
-
-    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
-        wire = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        return [
-            wire[piece.entry][piece.index] if piece.index else wire[piece.entry]
-            for bucket in self._buckets
-            for piece in bucket.pieces
-        ]
 
 
 class _PendingIntegers(Polled):

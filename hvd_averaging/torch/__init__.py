@@ -20,6 +20,7 @@ Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py
 from ..averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
 from ..replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from ..round import Round
+from .flat import flatten_parameters
 from .optimizer import PostLocalSGDOptimizer
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "averaged",
     "broadcast_parameters",
     "check_replicas",
+    "flatten_parameters",
 ]

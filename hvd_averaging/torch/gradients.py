@@ -15,12 +15,12 @@ import torch
 
 from .. import header as headers
 from ..adapters import Adapter, Pending
-from ..adapters.torch import TorchReduction
+from ..adapters.torch_reduction import TorchReduction
 from ..agreement import Claim
 from ..channel import Channel
 from ..collect import Collected
 from ..header import Presence
-from ..layout import Bucket, Layout
+from ..layout import Bucket
 from ..members import Members
 from ..round import Round, Rounds
 
@@ -75,7 +75,7 @@ class GradientRounds(Rounds):
         faults = (_fault(collected.adapter, *item) for item in zip(names, collected.tensors, strict=True))
         return collected, failure or next(filter(None, faults), None)
 
-    def _fits(self, claim: Claim, layout: Layout) -> bool:
+    def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: Any) -> bool:
         stale = self._reduction is not None and self._reduction.is_stale()
         if stale:
             self._early = False  # or the next step would send everything twice, too
@@ -85,10 +85,13 @@ class GradientRounds(Rounds):
                 "step into `with optimizer.no_sync():`, to have them sent during backward().",
                 stacklevel=7,
             )
-        return not stale and super()._fits(claim, layout)
+        return not stale and super()._fits(claim, tensors, agreed)
+
+    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+        return 0  # that of the parameters says nothing of the gradients
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
     ) -> _GradientReduction:
         self._reduction = _GradientReduction(
             channel.adapter.hvd, buckets, tensors, name, channel.members, number_of_note=len(tensors) - 1

@@ -1,0 +1,117 @@
+"""PyTorch: parameters are packed into flat buckets, which Horovod reduces in place.
+
+Flat, because of how Horovod treats a list of tensors: it checks only the first one for contiguity (a transposed tensor
+later in the list is silently permuted), keeps only the last one's status, caches only 1024 names, and counts elements
+in 32 bits. Buckets also hold what 16-bit floats need: sums are formed in float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import header as headers
+from ..layout import Bucket
+from ..members import Members
+from . import Pending
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
+WIRE = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Polled:
+    """Horovod wakes nobody up when a collective is done: one has to ask, and cannot stop waiting otherwise."""
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None) -> bool:
+        started, pause = time.monotonic(), _SHORTEST_PAUSE
+        while not self.done():
+            if timeout is not None and time.monotonic() - started > timeout:
+                return False
+            time.sleep(pause)  # leaves the core to the thread that does the work
+            pause = min(1.2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+class TorchReduction(Polled):
+    """Flat buffers, which Horovod sums in place."""
+
+    def __init__(
+        self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
+    ) -> None:
+        self._hvd, self._buckets, self._members = hvd, buckets, members
+        self._names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
+        self._flat = [
+            torch.empty(
+                bucket.elements + headers.LENGTH,
+                dtype=WIRE[bucket.dtype],
+                device=tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu",
+            )
+            for bucket in buckets
+        ]
+        self._views = [
+            flat[piece.start : piece.stop].view(piece.shape)
+            for flat, bucket in zip(self._flat, buckets, strict=True)
+            for piece in bucket.pieces
+        ]
+        self._handles: list[int] = []
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
+        if tensors is None:
+            for flat in self._flat:
+                flat.zero_()
+        elif self._views:
+            torch._foreach_copy_(self._views, self._pieces(tensors))
+        for flat in self._flat:
+            flat[-headers.LENGTH :] = torch.tensor(header, dtype=flat.dtype)
+        self._handles = [self._sum(number) for number in range(len(self._flat))]
+        return self
+
+    def _sum(self, bucket: int) -> int:
+        # One group per bucket: Horovod keeps only one status per group, which would hide an earlier bucket's error.
+        handle: int = self._hvd.grouped_allreduce_async_(
+            [self._flat[bucket]], name=self._names[bucket], op=self._hvd.Sum, process_set=self._members.process_set
+        )
+        return handle
+
+    def done(self) -> bool:
+        return all(self._hvd.poll(handle) for handle in self._handles)
+
+    def result(self) -> list[float]:
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
+        sums: list[float] = self._flat[-1][-headers.LENGTH :].tolist()
+        return sums
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
+        # Dividing on the way back costs no pass over memory, unlike Horovod's Average, and divides by the ranks that
+        # took part, not by the size of the process set.
+        for piece, view in zip(self._pieces(tensors), self._views, strict=True):
+            torch.div(view, contributors, out=piece)
+
+    def rest(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Nothing: the parameters went along with the header."""
+
+    def abandon(self) -> None:
+        """Nothing to do: only :meth:`write` writes."""
+
+    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
+        wire = [wire_view(tensor) for tensor in tensors]
+        return [
+            wire[piece.entry][piece.index] if piece.index else wire[piece.entry]
+            for bucket in self._buckets
+            for piece in bucket.pieces
+        ]
+
+
+def wire_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it travels, where a complex number is a pair of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
