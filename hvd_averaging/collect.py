@@ -41,8 +41,7 @@ class Collected:
 
     def __add__(self, other: Collected) -> Collected:
         """Both, to be averaged in one round."""
-        layout = Layout((*self.layout.entries, *other.layout.entries))
-        return replace(self, tensors=[*self.tensors, *other.tensors], layout=layout)
+        return replace(self, tensors=[*self.tensors, *other.tensors], layout=self.layout + other.layout)
 
 
 def collect(

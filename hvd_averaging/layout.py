@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 MAX_BUCKET_ELEMENTS = 2**31 - 1
@@ -34,7 +34,7 @@ class Entry:
     """One parameter: its name, shape, dtype (such as ``"bfloat16"``) and kind of device (``"cpu"``, ``"cuda"``).
 
     ``place`` tells several devices of one process apart, by order of appearance: the number of a device may differ
-    between ranks, the order may not.
+    between ranks, the order may not. What shares no buckets with the parameters has places of its own, too.
     """
 
     name: str
@@ -103,6 +103,12 @@ class Layout:
     @cached_property
     def fingerprint(self) -> int:
         return fingerprint(",".join(str(entry.fingerprint) for entry in self.entries))
+
+    def __add__(self, other: Layout) -> Layout:
+        """Both, in buckets apart, so that those of the one are the same with and without the other."""
+        first_place = 1 + max((entry.place for entry in self.entries), default=-1)
+        others = (replace(entry, place=entry.place + first_place) for entry in other.entries)
+        return Layout((*self.entries, *others))
 
     def buckets(self, bucket_bytes: int | None = None, reserve: int = 0) -> tuple[Bucket, ...]:
         """Cut the entries into buckets, in order.

@@ -12,18 +12,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import header as headers
 from .adapters import Adapter, Pending, Reduction
 from .agreement import Claim, agree
 from .channel import Channel
 from .collect import Collected, collect, collect_or_explain
-from .companions import Cargo
 from .errors import AveragingError, AveragingTimeoutError, CollectiveError
 from .header import Header, Presence, Tally
 from .layout import Bucket, Layout, fingerprint
 from .members import Members, members
+
+if TYPE_CHECKING:
+    from .cargo import Cargo
 
 # Parameters that lie in one piece of memory are summed where they are.
 _SUMMED = "The parameters here may hold sums over ranks: load them from a checkpoint before you go on."
@@ -136,7 +138,8 @@ class Rounds:
             raise
         if presence is not Presence.LEAVING and tally.contributors:
             agreed.reduction.write(whole.tensors, tally.contributors)
-            cargo.unload(collected.companions, tally.contributors)
+            if cargo is not None:
+                cargo.unload(collected.companions, tally.contributors)
         seconds = time.perf_counter() - started
         return Round(step, seconds, agreed.bytes, len(whole.tensors), tally.contributors), tally
 
@@ -157,13 +160,15 @@ class Rounds:
         self._know("params", collected)
         return collected, failure
 
-    def _load(self, collected: Collected, channel: Channel) -> tuple[Cargo, Collected]:
+    def _load(self, collected: Collected, channel: Channel) -> tuple[Cargo | None, Collected]:
         """The parameters, and what their companions travel in."""
+        if not collected.companions:
+            return None, collected
+        from .cargo import Cargo
+
         if self._cargo is None or self._cargo[0] != channel.members:
             self._cargo = channel.members, Cargo(collected.adapter, channel.members)
         cargo = self._cargo[1]
-        if not collected.companions:
-            return cargo, collected
         loaded = collect(cargo.load(collected.companions), everything=True, known=self._known.get("cargo"))
         self._know("cargo", loaded)
         return cargo, collected + loaded

@@ -23,6 +23,7 @@ from hvd_averaging import (
 from hvd_averaging.torch import PostLocalSGDOptimizer
 
 dynamic = functools.partial(pytest.mark.ranks, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+on_gloo = functools.partial(pytest.mark.ranks, backends=("gloo",))
 
 
 def normalized(rank=0):
@@ -66,7 +67,7 @@ def test_the_law_of_total_variance(rank, size):
     assert done.ranks == size and check_replicas(model)
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_the_variance_is_that_of_all_data_together(rank, size):
     rows = torch.randn(size, 1000, 4, generator=torch.Generator().manual_seed(3)) + torch.arange(size)[:, None, None]
     layer = torch.nn.BatchNorm1d(4, momentum=None)  # plain means of what it has seen
@@ -77,7 +78,7 @@ def test_the_variance_is_that_of_all_data_together(rank, size):
     torch.testing.assert_close(layer.running_var.double(), everything.var(0), rtol=2e-3, atol=0)
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 def test_equal_statistics_stay_bit_for_bit(rank):
     model = normalized()
     numbers = torch.Generator().manual_seed(1)
@@ -89,7 +90,7 @@ def test_equal_statistics_stay_bit_for_bit(rank):
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_training_on_different_data_evaluates_alike(rank):
     model = normalized()
     averager = PeriodicModelAverager(period=2, buffers="average")
@@ -103,7 +104,7 @@ def test_training_on_different_data_evaluates_alike(rank):
     assert check_replicas([model.eval()(torch.ones(1, 3)).detach()])
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_every_kind_of_buffer_by_its_rule(rank):
     model = Odd(rank)
     average_parameters(model, buffers="average")
@@ -114,7 +115,7 @@ def test_every_kind_of_buffer_by_its_rule(rank):
     assert model.wave.tolist() == [complex(0.5, 0.5)] and model.weight.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.ranks(2, 3)
+@on_gloo(2, 3)
 def test_broadcast_copies_every_kind_from_the_first_rank(rank):
     model, first = Odd(rank), Odd(0)
     average_parameters(model, buffers="broadcast")
@@ -123,7 +124,7 @@ def test_broadcast_copies_every_kind_from_the_first_rank(rank):
     assert check_replicas(model)
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_local_buffers_stay_and_are_warned_of_once(rank):
     model = normalized(rank)
     averager = PeriodicModelAverager(period=2)
@@ -138,7 +139,7 @@ def test_local_buffers_stay_and_are_warned_of_once(rank):
         PeriodicModelAverager(period=2, buffers="average").average_parameters(model)
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("who", [{0, 1}, {1}])
 def test_buffers_need_the_model(rank, who):
     model = normalized(rank)
@@ -148,7 +149,7 @@ def test_buffers_need_the_model(rank, who):
     assert (model[1].running_mean == 10.0 * rank).all() and averager.step == 0
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_ranks_with_other_buffers_are_named(rank):
     model = normalized()
     if rank == 1:
@@ -190,7 +191,7 @@ def test_every_level_of_a_hierarchy_takes_buffers_along(rank):
     assert (model[1].running_mean == 15.0).all() and model[1].num_batches_tracked == 9
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_the_optimizer_takes_buffers_along(rank):
     model = normalized(rank)
     averager = PeriodicModelAverager(period=2, buffers="average")
@@ -222,7 +223,7 @@ def test_average_now_counts_nothing(rank, size):
     assert averager.step == 2
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_a_round_outside_the_schedule_never_meets_one_of_the_schedule(rank):
     weights = torch.nn.Parameter(torch.full((2,), float(rank)))
     averager = PeriodicModelAverager(period=1, timeout=20)
@@ -243,7 +244,7 @@ def test_average_now_takes_the_largest_level(rank):
     assert averager.average_now([weights]).ranks == 4 and weights.item() == 1.5
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_evaluating_on_the_mean_leaves_everything_as_it_was(rank, fails):
     model = normalized(rank)
@@ -270,7 +271,7 @@ def test_evaluating_on_the_mean_leaves_everything_as_it_was(rank, fails):
     assert averager.step == 0
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_paused_counts_nothing_and_averages_nothing(rank):
     weights = torch.tensor([float(rank)])
     averager = PeriodicModelAverager(period=1)

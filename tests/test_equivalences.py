@@ -14,6 +14,7 @@ from hvd_averaging import HierarchicalModelAverager, PeriodicModelAverager, chec
 from hvd_averaging.torch import PostLocalSGDOptimizer
 
 dynamic = functools.partial(pytest.mark.ranks, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+on_gloo = functools.partial(pytest.mark.ranks, backends=("gloo",))
 pytestmark = pytest.mark.filterwarnings("ignore:With (a single )?period")
 
 
@@ -32,7 +33,7 @@ def train(model, averager, rank, steps, options, after_round=lambda: None):
     return rounds
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,7 +61,7 @@ def test_period_one_is_gradient_averaging(rank, size, options, front):
     close(model.parameters(), expected.parameters(), rtol=0, atol=1e-6)
 
 
-@dynamic(2, 4)
+@dynamic(4)
 def test_one_level_is_the_periodic_averager_bit_for_bit(rank, size):
     levels, periodic = small_model(), small_model()
     assert train(levels, HierarchicalModelAverager({3: size}), rank, 10, {"momentum": 0.9}) == [0, 3, 6, 9]
@@ -77,7 +78,7 @@ def test_after_any_round_replicas_are_bitwise_equal(rank):
     assert equal == [True, True, True]
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 @pytest.mark.parametrize("front", ["averager", "optimizer"])
 def test_identical_replicas_on_identical_data_stay_those_of_one_process(rank, front):
     model, single = small_model(), small_model()
@@ -95,7 +96,7 @@ def test_identical_replicas_on_identical_data_stay_those_of_one_process(rank, fr
         close(model.parameters(), single.parameters(), rtol=0, atol=0)
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize(("steps", "period", "warmup_steps"), [(20, 3, 0), (20, 4, 5), (7, 10, 2), (5, 2, 9)])
 def test_the_number_of_rounds(rank, steps, period, warmup_steps):
     rounds = train(small_model(), PeriodicModelAverager(period, warmup_steps), rank, steps, {})

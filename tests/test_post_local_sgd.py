@@ -24,6 +24,7 @@ from hvd_averaging import (
 from hvd_averaging.torch import PostLocalSGDOptimizer
 
 dynamic = functools.partial(pytest.mark.ranks, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+on_gloo = functools.partial(pytest.mark.ranks, backends=("gloo",))
 
 FEATURES, ROWS = 5, 3
 
@@ -138,7 +139,7 @@ def test_an_averager_of_some_ranks_keeps_to_them(rank, monkeypatch):
     assert seen == ([370, 740] if rank else [1, 2])
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_one_host_gets_a_warning_not_silence(rank):
     averager = PeriodicModelAverager(4)
     with pytest.warns(UserWarning, match="All ranks are on one host.*gradient_process_set=None"):
@@ -160,7 +161,7 @@ def test_any_bucket_size_gives_the_mean_gradient(rank, size, bucket_bytes):
         close([p.grad for p in model.parameters()], gradient_of_all(model, size, step))
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_gradients_set_out_during_backward(rank):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=64)
@@ -189,7 +190,7 @@ def test_a_missing_gradient_counts_as_zeros_and_one_missing_everywhere_stays_mis
     assert unused.grad is None and (unused == 1).all(), "without a gradient there is no weight decay either"
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_accumulated_gradients_are_sent_once(rank, size):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -206,7 +207,7 @@ def test_accumulated_gradients_are_sent_once(rank, size):
         close([p.grad for p in model.parameters()], [sum(part) for part in zip(*parts, strict=True)])
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_period_three_and_four_micro_batches_make_twelve(rank):
     model = small_model(seed=rank)
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1), period=3, warmup_steps=2)
@@ -247,7 +248,7 @@ def test_a_second_backward_is_noticed(rank, size, where):
         close([p.grad for p in model.parameters()], torch.autograd.grad(sum(losses) / size, list(single.parameters())))
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_clipping_after_synchronize_clips_the_mean(rank, size):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -262,7 +263,7 @@ def test_clipping_after_synchronize_clips_the_mean(rank, size):
         close([p.grad for p in model.parameters()], [part * 0.01 / (norm + 1e-6) for part in mean])
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_clipping_without_synchronize_averages_what_was_clipped(rank, size):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=64)
@@ -298,7 +299,7 @@ def test_sparse_gradients_are_refused_on_all_ranks(rank):
     assert optimizer.averager.step == 1 and check_replicas(table)
 
 
-@pytest.mark.ranks(2, limit=60)
+@on_gloo(2, limit=60)
 def test_a_rank_at_another_step_is_named(rank):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -321,7 +322,7 @@ def closure_of(model, optimizer, rank, size, step=0):
     return closure
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_a_closure_returns_the_mean_loss(rank, size):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -331,7 +332,7 @@ def test_a_closure_returns_the_mean_loss(rank, size):
     close([p.grad for p in model.parameters()], gradient_of_all(model, size))
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_is_that_of_all_data_together(rank, size, line_search):
     model, single = small_model(), small_model()
@@ -352,7 +353,7 @@ def test_lbfgs_is_that_of_all_data_together(rank, size, line_search):
     close(model.parameters(), single.parameters(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_lbfgs_on_its_own_may_take_any_number_of_evaluations(rank, size):
     model = small_model()
     optimizer = local(
@@ -419,7 +420,7 @@ def test_an_exception_between_backward_and_step_ends_the_job(horovodrun):
     assert "ValueError: a bad batch" in done.output
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_a_group_that_one_rank_adds_is_named(rank):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -431,7 +432,7 @@ def test_a_group_that_one_rank_adds_is_named(rank):
     assert hvd.size() == 2
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("optimizer_state", ["local", "average", "reset"])
 def test_ranks_with_fewer_batches_join(rank, optimizer_state):
     model = small_model(seed=rank)
@@ -446,7 +447,7 @@ def test_ranks_with_fewer_batches_join(rank, optimizer_state):
     assert bool(optimizer.state) == (optimizer_state != "reset")
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 def test_join_is_refused_while_others_wait_for_gradients(rank):
     optimizer = local(torch.optim.SGD(small_model().parameters(), lr=0.1))
     with pytest.raises(AveragingError, match="after warm-up and with gradient_process_set=None"):

@@ -149,7 +149,7 @@ def test_a_group_added_later_is_averaged_too(rank, size):
     assert optimizer.last_round.tensors == 5 and (late == -1.5).all()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backends=("gloo",))
 def test_a_resumed_training_equals_an_unbroken_one(rank):
     def fresh():
         model = small_model()

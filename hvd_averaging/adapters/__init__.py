@@ -10,14 +10,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..companions import Companion
 from ..layout import Bucket, Entry
 from ..members import Members
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _ADAPTERS = {"torch": "TorchAdapter", "tensorflow": "TensorFlowAdapter"}
 """Framework (as imported) to the class of its adapter, which lives in the module of the framework's name."""
