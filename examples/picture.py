@@ -25,8 +25,8 @@ def draw(ways: Sequence[Way], title: str, sender: str, path: Path) -> Path:
     axes = figure.add_subplot()
     dress(axes, title, sender)
     talkers = sorted((way for way in ways if way.megabytes > 0), key=lambda way: way.megabytes)
-    for way, colour in zip(talkers, itertools.cycle(COLOURS)):
-        draw_line(axes, way, colour, last=way is talkers[-1])
+    for number, (way, colour) in enumerate(zip(talkers, itertools.cycle(COLOURS))):
+        draw_line(axes, way, colour, last=way is talkers[-1], raised=number % 2 == 1)
     for way in ways:
         if way.megabytes == 0:
             draw_level(axes, way)
@@ -36,15 +36,15 @@ def draw(ways: Sequence[Way], title: str, sender: str, path: Path) -> Path:
     return path.resolve()
 
 
-def draw_line(axes: Axes, way: Way, colour: str, last: bool) -> None:
-    """Its label stands above its end, or to the right of it if no other line goes on there."""
+def draw_line(axes: Axes, way: Way, colour: str, last: bool, raised: bool) -> None:
+    """Its label stands above its end (``raised``: above its neighbour's), or right of it if no other line goes on."""
     megabytes, accuracies = zip(*way.curve, strict=True)
     axes.plot(megabytes, accuracies, color=colour, linewidth=1.8)
     axes.plot(megabytes[-1], accuracies[-1], "o", color=colour, markersize=8, clip_on=False, zorder=3)
     axes.annotate(
         f"{way.name}\n{final(way):.1%} for {way.megabytes:.3g} MB",
         (megabytes[-1], accuracies[-1]),
-        xytext=(10, -6) if last else (4, 8),
+        xytext=(10, -6) if last else (4, 40 if raised else 8),
         textcoords="offset points",
         ha="left" if last else "right",
         va="bottom",

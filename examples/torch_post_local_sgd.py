@@ -41,15 +41,13 @@ def average_gradients_first_and_parameters_later(task: Task, contest: Contest, p
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
             optimizer.step()
-            gradients, parameters = optimizer.last_gradient_round, optimizer.last_round
-            if parameters is not None and parameters.step == averager.step - 1:
-                way.round(parameters.bytes, parameters.ranks)
-            if gradients is not None:
-                way.step(gradients.bytes, gradients.ranks)
-            else:
-                way.step()
-        done = averager.average_now(model)  # the steps since the last round count, too
-        way.round(done.bytes if done else 0)
+            rounds = [optimizer.last_gradient_round, optimizer.last_round]
+            now = [done for done in rounds if done is not None and done.step == averager.step - 1]
+            for done in now[:-1]:
+                way.round(done.bytes, done.ranks)
+            way.step(now[-1].bytes, now[-1].ranks)
+        final = averager.average_now(model)  # the steps since the last round count, too
+        way.round(final.bytes if final else 0)
 
 
 def main(arguments: argparse.Namespace) -> None:
