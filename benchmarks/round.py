@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ from hvd_averaging import PeriodicModelAverager
 Contestants = dict[str, Callable[[], object]]
 
 OURS = "hvd_averaging round"
+OURS_FLAT = "the same, flatten_parameters"
 
 
 def averager() -> PeriodicModelAverager:
@@ -42,16 +44,30 @@ def averager() -> PeriodicModelAverager:
 def torch_contestants(hvd: Any) -> Contestants:
     import torch
 
+    from hvd_averaging.torch import flatten_parameters
+
     torch.set_num_threads(threads_per_rank(hvd))
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in resnet50()]
     tensors = [torch.randn(shape) for shape in resnet50()]
     flat = torch.randn(sum(tensor.numel() for tensor in tensors))
-    every_step = averager()
+    neighbours = [torch.nn.Parameter(torch.randn(shape)) for shape in resnet50()]
+    flatten_parameters(neighbours)
+    every_step, in_place = averager(), averager()
     return {
         OURS: lambda: every_step.average_parameters(parameters),
+        OURS_FLAT: lambda: in_place.average_parameters(neighbours),
+        **mpi_contestants(hvd, flat.clone().numpy()),
         "hvd.grouped_allreduce_": lambda: hvd.grouped_allreduce_(tensors, name="grouped", op=hvd.Average),
         "hvd.allreduce_, one flat tensor": lambda: hvd.allreduce_(flat, name="flat", op=hvd.Average),
     }
+
+
+def mpi_contestants(hvd: Any, numbers: Any) -> Contestants:
+    """What moving the bytes costs without Horovod, if mpi4py is there (``pip install mpi4py``)."""
+    if not hvd.mpi_enabled() or importlib.util.find_spec("mpi4py") is None:
+        return {}
+    mpi = importlib.import_module("mpi4py.MPI")
+    return {"MPI_Allreduce in place": lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, numbers)}
 
 
 def tensorflow_contestants(hvd: Any) -> Contestants:
@@ -105,10 +121,12 @@ def report(hvd: Any, framework: str, seconds: dict[str, list[float]], idle: floa
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     backend = "Open MPI" if hvd.mpi_enabled() else "Gloo"
     table = Table(title=f"One round over ResNet-50's 25.6 M fp32: {framework}, {hvd.size()} ranks, {backend}")
-    for column in ("", "median ms", "best ms", "ours / this"):
+    ours = {"ours": OURS, "flat": OURS_FLAT} if OURS_FLAT in medians else {"ours": OURS}
+    for column in ("", "median ms", "best ms", *(f"{short} / this" for short in ours)):
         table.add_column(column, justify="left" if not column else "right")
     for name, median in medians.items():
-        table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(seconds[name]):.1f}", f"{medians[OURS] / median:.2f}")
+        ratios = (f"{medians[one] / median:.2f}" for one in ours.values())
+        table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(seconds[name]):.1f}", *ratios)
     console = Console(force_terminal=False, highlight=False)  # launchers put tags before every line
     console.print(table)
     console.print(f"A call at a step without a round: {1e6 * idle:.2f} µs.")
@@ -119,7 +137,7 @@ def report(hvd: Any, framework: str, seconds: dict[str, list[float]], idle: floa
         "threads_per_rank": threads_per_rank(hvd),
         "seconds": seconds,
         "median_seconds": medians,
-        "ours_to_this": {name: medians[OURS] / median for name, median in medians.items()},
+        "to_this": {one: {name: medians[one] / median for name, median in medians.items()} for one in ours.values()},
         "seconds_without_round": idle,
     }
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .adapters import Recorder, outside_autograph, recorder
 from .collect import collect, normalizes, peek, restoring
 from .companions import check_buffers, copies
+from .delayed import DelayedRounds, Fragments
 from .errors import AveragingError
 from .header import Presence
 from .members import check_process_set, members
@@ -94,6 +95,10 @@ class ModelAverager(ABC):
 
     warmup_steps: int = 0
     """Optimizer steps before the first round. Fronts that average gradients until then look here."""
+    delay: int = 0
+    """Optimizer steps from the beginning of a round to its end."""
+    fragments: int = 1
+    """In how many parts the parameters are averaged."""
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -177,10 +182,25 @@ class ModelAverager(ABC):
             self._record(graph, params, steps)
             return None
         step = self.step
-        due = self._due_among(range(step, step + steps))
-        done = None if due is None else self._average(params, due)
+        done = self._advance(params, range(step, step + steps))
         self._count_to(step + steps)
         return done
+
+    def _advance(self, params: object, steps: Sequence[int]) -> Round | None:
+        """Run the round of these steps, if one is due."""
+        due = self._due_among(steps)
+        return None if due is None else self._average(params, due)
+
+    def flush(self) -> Round | None:
+        """Finish the rounds that are under way, if rounds are delayed; on every rank, before the model is changed.
+
+        Returns:
+            What the last of them did; ``None`` if there was none.
+
+        Raises:
+            AveragingError: as :meth:`average_parameters`.
+        """
+        return None
 
     @outside_autograph
     def average_now(self, params: object) -> Round | None:
@@ -197,6 +217,7 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
+        self.flush()
         done = self._average_unscheduled(self._recognise(params))
         self._last_round = self.step - 1
         return done
@@ -224,6 +245,7 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
+        self.flush()
         params = self._recognise(params)
         params = list(params) if isinstance(params, Iterator) else params
         with restoring(params, self._buffers):
@@ -363,6 +385,7 @@ class ModelAverager(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:  # never talk while an exception unwinds: the other ranks are somewhere else
+            self.flush()
             self._rounds.run((), self.step, self.describe(), Presence.LEAVING)
 
     def __repr__(self) -> str:
@@ -381,9 +404,16 @@ class PeriodicModelAverager(ModelAverager):
         period: optimizer steps from one round to the next, at least 1.
         warmup_steps: optimizer steps before the first round, at least 0.
         process_set, process_group, timeout, name, bucket_bytes, buffers: see :class:`ModelAverager`.
+        delay: optimizer steps that training goes on while a round is under way (PyTorch only). The round is over a copy
+            taken at its step; ``delay`` steps later every rank adds ``mean(copy) - copy``, so that the steps taken
+            meanwhile are kept. Less than ``period``. The call that ends a round returns it.
+        fragments: average one of so many parts of the parameters every ``period / fragments`` steps, in turns, so that
+            each is averaged every ``period`` steps but less travels at a time. Parts are of whole tensors and about
+            equally large. ``fragments`` divides ``period``.
 
     Raises:
-        ValueError: ``period < 1`` or ``warmup_steps < 0``.
+        ValueError: ``period < 1``, ``warmup_steps < 0``, a ``delay`` not from 0 to ``period - 1``, ``fragments`` that
+            do not divide ``period``, or ``buffers`` with either of them.
         TypeError: not whole numbers, both ``process_set`` and ``process_group``, or something else for them.
 
     Example::
@@ -404,6 +434,8 @@ class PeriodicModelAverager(ModelAverager):
         name: str | None = None,
         bucket_bytes: int | None = None,
         buffers: str = "local",
+        delay: int = 0,
+        fragments: int = 1,
     ) -> None:
         super().__init__(
             process_set,
@@ -423,14 +455,65 @@ class PeriodicModelAverager(ModelAverager):
                 "no more. Averaging pays off from period=2 on.",
                 stacklevel=2,
             )
+        self.delay, self.fragments = operator.index(delay), operator.index(fragments)
+        _check_parts(self)
+        self._parts = Fragments(self.fragments, self.delay, self._make_part) if self._in_parts else None
+
+    @property
+    def _in_parts(self) -> bool:
+        return self.delay > 0 or self.fragments > 1
+
+    def _make_part(self, part: str) -> DelayedRounds:
+        return DelayedRounds(f"{self.name}, {part}", self.process_set, self.timeout, self._bucket_bytes)
 
     def due(self, step: int) -> bool:
         # Written so that it also serves a counter in a TensorFlow graph.
-        return (step >= self.warmup_steps) & ((step - self.warmup_steps) % self.period == 0)
+        return (step >= self.warmup_steps) & ((step - self.warmup_steps) % (self.period // self.fragments) == 0)
 
     def describe(self) -> str:
         """For example ``PeriodicModelAverager(period=4, warmup_steps=10, name='PeriodicModelAverager')``."""
-        return f"{type(self).__name__}(period={self.period}, warmup_steps={self.warmup_steps}, name={self.name!r})"
+        parts = f", delay={self.delay}, fragments={self.fragments}" if self._in_parts else ""
+        return (
+            f"{type(self).__name__}(period={self.period}, warmup_steps={self.warmup_steps}, name={self.name!r}{parts})"
+        )
+
+    def _advance(self, params: object, steps: Sequence[int]) -> Round | None:
+        if self._parts is None:
+            return super()._advance(params, steps)
+        params = list(params) if isinstance(params, Iterator) else params
+        done = None
+        for step in steps:
+            part = (step - self.warmup_steps) * self.fragments // self.period if self.due(step) else None
+            done = self._parts.advance(params, step, part, self.describe()) or done
+        return done
+
+    def flush(self) -> Round | None:
+        return None if self._parts is None else self._parts.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold to resume: the step, and if rounds are delayed, copies of what is under way.
+
+        These are of this rank: save on every rank, or call :meth:`flush` on every rank first.
+        """
+        under_way = [] if self._parts is None else self._parts.state()
+        return {**super().state_dict(), **({"under_way": under_way} if under_way else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._parts is not None:
+            self._parts.resume(state_dict.get("under_way", ()))
+
+    def join(self, params: object) -> Round | None:
+        self._refuse_parts("join() meets the other ranks in whole rounds at once")
+        return super().join(params)
+
+    def _record(self, graph: Recorder, params: object, steps: int) -> None:
+        self._refuse_parts("a graph runs whole rounds at once")
+        super()._record(graph, params, steps)
+
+    def _refuse_parts(self, reason: str) -> None:
+        if self._in_parts:
+            raise AveragingError(f"{self.name}: {reason}: use delay=0 and fragments=1.")
 
 
 class HierarchicalModelAverager(ModelAverager):
@@ -519,6 +602,16 @@ def _whole_warmup(steps: int) -> int:
     if operator.index(steps) < 0:
         raise ValueError(f"warmup_steps must not be negative; it is {steps}.")
     return operator.index(steps)
+
+
+def _check_parts(averager: PeriodicModelAverager) -> None:
+    period, delay, fragments = averager.period, averager.delay, averager.fragments
+    if not 0 <= delay < period:
+        raise ValueError(f"delay is from 0 to {period - 1} steps, so that a round ends before the next; not {delay}.")
+    if fragments < 1 or period % fragments:
+        raise ValueError(f"fragments must divide the period, {period}; {fragments} does not.")
+    if (delay or fragments > 1) and averager.buffers != "local":
+        raise ValueError(f"buffers={averager.buffers!r} works without delay and fragments only.")
 
 
 def _check_levels(levels: Mapping[int, int], size: int) -> None:

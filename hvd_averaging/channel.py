@@ -57,6 +57,19 @@ class Channel:
         rows = self.gather(list(line), topic)
         return {rank: bytes(row).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 
+    def begin(self, begin: Callable[[], Pending]) -> Pending:
+        """Begin a collective that is waited for later.
+
+        Raises:
+            CollectiveError: Horovod gave up on it.
+        """
+        from horovod.common.exceptions import HorovodInternalError
+
+        try:
+            return begin()
+        except HorovodInternalError as error:
+            raise collective_error(f"{self.where}: this could not begin. Horovod says: {error}") from error
+
     def complete(self, begin: Callable[[], Pending], aftermath: str = _UNTOUCHED) -> Sequence[Any]:
         """Begin a collective and wait for its result.
 

@@ -6,6 +6,7 @@ knows a framework, a tensor or a rank.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import math
@@ -109,6 +110,14 @@ class Layout:
         first_place = 1 + max((entry.place for entry in self.entries), default=-1)
         others = (replace(entry, place=entry.place + first_place) for entry in other.entries)
         return Layout((*self.entries, *others))
+
+    def fragments(self, count: int) -> list[range]:
+        """The numbers of the entries, in ``count`` stretches of about equally many bytes on the wire."""
+        sizes = [math.prod(entry.wire_shape) * WIRE_ITEMSIZE[entry.wire_dtype] for entry in self.entries]
+        middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        total = max(sum(sizes), 1)
+        starts = [bisect.bisect_left(middles, number * total / count) for number in range(count)]
+        return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
     def buckets(self, bucket_bytes: int | None = None, reserve: int = 0) -> tuple[Bucket, ...]:
         """Cut the entries into buckets, in order.

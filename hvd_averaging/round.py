@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -183,25 +183,45 @@ class Rounds:
         return Channel(collected.adapter, who, self.name, self.timeout, step, self.call)
 
     def _reduce(
-        self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel
+        self,
+        claim: Claim,
+        tensors: Sequence[Any],
+        contributes: bool,
+        channel: Channel,
+        started: Callable[[], Pending] | None = None,
     ) -> tuple[_Agreed, Tally]:
-        """Run the collective, after as much talk as it takes for every rank to be sure of every other."""
-        if self._agreed is None or self._agreed.members != channel.members:
-            self._agreed = self._agree(claim, tensors, channel)
+        """Run the collective, after as much talk as it takes for every rank to be sure of every other.
+
+        ``started`` returns the first one, if that has been started before.
+        """
+        packed: Sequence[Any] | None = tensors
         while True:
-            agreed = self._agreed
-            able = self._fits(claim, tensors, agreed)
-            contributes = contributes and claim.presence is not Presence.LEAVING
-            agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}")
-            header = Header(claim.step, agreement, claim.presence, contributes and able, able)
-            # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
-            packed = tensors if header.contributes else None
-            tally = Tally.decode(channel.complete(partial(agreed.reduction.start, packed, header.encode())))
+            if started is None:
+                agreed, packed, started = self._prepare(claim, tensors, contributes, channel)
+            else:
+                assert self._agreed is not None, "agreed upon before it was started"
+                agreed = self._agreed
+            tally = Tally.decode(channel.complete(started))
             if tally.sound:
                 self._complete_rest(agreed.reduction.rest(packed), channel)
             if tally.sound or (tally.leaving == tally.present and tally.same_step):
                 return agreed, tally
+            self._agreed, started = self._agree(claim, tensors, channel), None
+
+    def _prepare(
+        self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel
+    ) -> tuple[_Agreed, Sequence[Any] | None, Callable[[], Pending]]:
+        """What was agreed, what this rank packs (``None``: nothing but a header), and a function that starts it."""
+        if self._agreed is None or self._agreed.members != channel.members:
             self._agreed = self._agree(claim, tensors, channel)
+        agreed = self._agreed
+        able = self._fits(claim, tensors, agreed)
+        contributes = contributes and claim.presence is not Presence.LEAVING
+        agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}")
+        header = Header(claim.step, agreement, claim.presence, contributes and able, able)
+        # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
+        packed = tensors if header.contributes else None
+        return agreed, packed, partial(agreed.reduction.start, packed, header.encode())
 
     def _complete_rest(self, rest: Pending | None, channel: Channel) -> None:
         if rest is not None:

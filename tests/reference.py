@@ -100,3 +100,31 @@ def post_local_sgd(
                 state = {}
         history.append(replicas)
     return history
+
+
+def delayed_local_sgd(
+    replicas: Replicas, steps: int, period: int, delay: int, local: Local, warmup_steps: int = 0, fragments: int = 1
+) -> list[Replicas]:
+    """The replicas after every step, if what averaging changes is added ``delay`` steps later.
+
+    Each column belongs to one of ``fragments`` equal parts; part k is averaged at
+    ``warmup_steps + k * period / fragments`` and every ``period`` steps after that.
+    """
+    history = []
+    width = replicas.shape[1] // fragments
+    changes: dict[int, list[tuple[slice, Replicas]]] = {}
+    for step in range(steps):
+        replicas = local(step, replicas)
+        for columns, change in changes.pop(step, []):
+            replicas[:, columns] += change
+        turn, rest = divmod(step - warmup_steps, period // fragments)
+        if step >= warmup_steps and rest == 0:
+            columns = slice(turn % fragments * width, (turn % fragments + 1) * width)
+            part = replicas[:, columns]
+            change = average(part) - part
+            if delay:
+                changes.setdefault(step + delay, []).append((columns, change))
+            else:
+                replicas[:, columns] += change
+        history.append(replicas.copy())
+    return history

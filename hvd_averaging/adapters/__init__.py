@@ -53,6 +53,9 @@ class Reduction(Pending, Protocol):
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
 
+    def add_change(self, tensors: Sequence[Any], copies: Sequence[Any], contributors: int) -> None:
+        """Add to ``tensors`` the mean over ``contributors`` ranks minus ``copies``, which were averaged."""
+
     def abandon(self) -> None:
         """Nobody waits any more: should the collective come to an end after all, nothing may be written."""
 
@@ -61,6 +64,8 @@ class Adapter(Protocol):
     """What the shared code asks of a framework."""
 
     framework: str
+    overlaps: bool
+    """Whether a collective goes on while the caller trains, and :meth:`Reduction.add_change` works."""
 
     @property
     def hvd(self) -> Any:

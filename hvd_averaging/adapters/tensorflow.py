@@ -33,6 +33,7 @@ class TensorFlowAdapter:
     """The verbs of :class:`hvd_averaging.adapters.Adapter` for TensorFlow, and for Keras 3 on top of it."""
 
     framework = "tensorflow"
+    overlaps = False
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Callable[[Any], Any]] = {}
@@ -324,6 +325,9 @@ class _TensorFlowReduction:
 
     def rest(self, tensors: Sequence[Any] | None) -> None:
         """Nothing: the variables went along with the header."""
+
+    def add_change(self, tensors: Sequence[Any], copies: Sequence[Any], contributors: int) -> None:
+        raise NotImplementedError("the adapter says that it does not overlap")
 
     def abandon(self) -> None:
         self._abandoned.assign(1)

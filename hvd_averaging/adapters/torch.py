@@ -25,6 +25,7 @@ class TorchAdapter:
     """The verbs of :class:`hvd_averaging.adapters.Adapter` for PyTorch."""
 
     framework = "torch"
+    overlaps = True
 
     @property
     def hvd(self) -> Any:

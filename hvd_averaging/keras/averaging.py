@@ -146,6 +146,8 @@ class ModelAveragingCallback(MeetingCallback):
             raise TypeError(
                 f"averager is a {type(averager).__name__}: pass one such as PeriodicModelAverager(period=8)."
             )
+        if averager.delay or averager.fragments > 1:
+            raise ValueError("The callback needs an averager without delay and fragments.")
         super().__init__(averager.process_set, start_timeout)
         self.averager = averager
         self.variables = list(variables) if isinstance(variables, Iterator) else variables

@@ -371,6 +371,8 @@ def _check(optimizer: object, averager: object, optimizer_state: str, model: obj
         raise ValueError(f"optimizer_state is one of {words}; not {optimizer_state!r}.")
     if optimizer_state == "average" and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError('L-BFGS keeps a history that has no mean: use optimizer_state="local" or "reset".')
+    if optimizer_state == "average" and (averager.delay or averager.fragments > 1):
+        raise ValueError('optimizer_state="average" works with an averager without delay and fragments only.')
     if averager.buffers != "local" and model is None:
         raise ValueError(f"The averager has buffers={averager.buffers!r}: pass model=, to find its buffers in.")
 

@@ -1,0 +1,208 @@
+"""Rounds that go on while training does: begun on a copy of the parameters, and applied some steps later.
+
+What is applied is the *change* that averaging would have made, ``x += mean(copy) - copy``, so that the steps taken
+meanwhile are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .adapters import Adapter, Pending
+from .agreement import Claim
+from .channel import Channel
+from .collect import Collected, collect, collect_or_explain
+from .errors import AveragingError
+from .header import Presence
+from .layout import Bucket
+from .round import Round, Rounds
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    claim: Claim
+    tensors: Sequence[Any]
+    copies: Sequence[Any]
+    channel: Channel
+    pending: Pending
+    seconds: float
+
+
+class DelayedRounds(Rounds):
+    """Rounds of which one may be under way, of the parameters that :meth:`begin` was given."""
+
+    def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None = None) -> None:
+        super().__init__(name, process_set, timeout, bucket_bytes)
+        self._under_way: _UnderWay | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._under_way is not None:
+            raise AveragingError(f"{self.name}: call averager.flush() on every rank before you copy the averager.")
+        return super().__getstate__()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    def forget(self) -> None:
+        """Let the round under way come to nothing, on every rank: something else has been loaded."""
+        if self._under_way is not None:
+            it, self._under_way = self._under_way, None
+            self._reduce(it.claim, it.copies, True, it.channel, lambda: it.pending)
+
+    @property
+    def started_at(self) -> int:
+        """The step at which the round under way began."""
+        assert self._under_way is not None, "asked while a round is under way"
+        return self._under_way.claim.step
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies of what is being averaged, by name; a checkpoint needs them."""
+        assert self._under_way is not None, "asked while a round is under way"
+        names = (entry.name for entry in self._under_way.claim.layout.entries)
+        return dict(zip(names, self._under_way.copies, strict=True))
+
+    def begin(self, params: object, step: int, settings: str, snapshot: Mapping[str, Any] | None = None) -> None:
+        """Begin to average a copy of ``params``, or the ``snapshot`` that an earlier process took of them.
+
+        Raises:
+            AveragingError: one of its subclasses; nothing was begun.
+            TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
+        """
+        started = time.perf_counter()
+        collected, failure = self._collect(params, Presence.AVERAGING)
+        channel = self._channel(collected, step)
+        if not channel.members.included or channel.members.alone:
+            if failure is not None:
+                raise failure
+            return
+        if not collected.adapter.overlaps:
+            raise AveragingError(f"{self.name}: delay works with PyTorch only, so far: use delay=0.")
+        copies = [collected.adapter.copy(tensor) for tensor in collected.tensors]
+        if snapshot is not None:
+            _restore(collected, copies, snapshot)
+        claim = Claim(step, Presence.AVERAGING, settings, collected.layout, failure)
+        try:
+            _, _, start = self._prepare(claim, copies, True, channel)
+            pending = channel.begin(start)
+        except AveragingError as error:
+            self._give_up(error)
+            raise
+        seconds = time.perf_counter() - started
+        self._under_way = _UnderWay(claim, collected.tensors, copies, channel, pending, seconds)
+
+    def finish(self, params: object = None) -> Round | None:
+        """Wait for the round under way, and add what it changes to ``params`` (by default those it began with).
+
+        Raises:
+            AveragingError: one of its subclasses; the parameters are untouched.
+        """
+        started = time.perf_counter()
+        if self._under_way is None:
+            return None
+        it, self._under_way = self._under_way, None
+        tensors = it.tensors
+        if params is not None:
+            collected = collect(params)
+            if collected.layout.fingerprint != it.claim.layout.fingerprint:
+                raise AveragingError(
+                    f"{it.channel.where}: the parameters are not those that this round began with. Call "
+                    "averager.flush() on every rank before you change them."
+                )
+            tensors = collected.tensors
+        try:
+            agreed, tally = self._reduce(it.claim, it.copies, True, it.channel, lambda: it.pending)
+        except AveragingError as error:
+            self._give_up(error)
+            raise
+        agreed.reduction.add_change(tensors, it.copies, tally.contributors)
+        seconds = it.seconds + time.perf_counter() - started
+        return Round(it.claim.step, seconds, agreed.bytes, len(tensors), tally.contributors)
+
+    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+        return 0  # training goes on in the parameters, so that they cannot be summed where they lie
+
+
+def _restore(collected: Collected, copies: Sequence[Any], snapshot: Mapping[str, Any]) -> None:
+    """Let the copies be what an earlier process has copied."""
+    names = [entry.name for entry in collected.layout.entries]
+    if set(names) != set(snapshot):
+        raise AveragingError(
+            "The checkpoint was saved while a round over other parameters was under way: load it into the same model, "
+            "or call averager.flush() on every rank before saving."
+        )
+    for name, copy in zip(names, copies, strict=True):
+        collected.adapter.restore(copy, snapshot[name])
+
+
+class Fragments:
+    """The rounds of an averager that averages one part of the parameters at a time, or applies the mean later.
+
+    Args:
+        count: into how many parts the parameters are cut, of about equally many bytes.
+        delay: optimizer steps from the beginning of a round to its end.
+        make: makes the rounds of one part, given a name for it.
+    """
+
+    def __init__(self, count: int, delay: int, make: Callable[[str], DelayedRounds]) -> None:
+        self.delay = delay
+        self._rounds = [make(f"part {number} of {count}") for number in range(1, count + 1)]
+        self._interrupted: list[Mapping[str, Any]] = []
+
+    def advance(self, params: object, step: int, due: int | None, settings: str) -> Round | None:
+        """Finish what ends at ``step``, and begin part ``due``; returns what the round did that ended."""
+        self._begin_again(params, settings)
+        done = None
+        for number, rounds in enumerate(self._rounds):
+            if rounds.is_under_way and rounds.started_at + self.delay <= step:
+                done = rounds.finish(self._part(params, number))
+        if due is None:
+            return done
+        part = self._part(params, due % len(self._rounds))
+        rounds = self._rounds[due % len(self._rounds)]
+        if self.delay:
+            rounds.begin(part, step, settings)
+            return done
+        met = rounds.run(part, step, settings)
+        return None if met is None else met[0]
+
+    def flush(self) -> Round | None:
+        """Finish all that is under way; returns what the last of these rounds did."""
+        done = None
+        for rounds in sorted(self._under_way(), key=lambda rounds: rounds.started_at):
+            done = rounds.finish()
+        return done
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is under way, so that another process can begin it again."""
+        return [
+            {"part": self._rounds.index(rounds), "step": rounds.started_at, "snapshot": rounds.snapshot()}
+            for rounds in self._under_way()
+        ] + [dict(each) for each in self._interrupted]
+
+    def resume(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take up :meth:`state` at the next step, for which the parameters are needed."""
+        for rounds in self._rounds:
+            rounds.forget()
+        self._interrupted = list(state)
+
+    def _under_way(self) -> list[DelayedRounds]:
+        return [rounds for rounds in self._rounds if rounds.is_under_way]
+
+    def _begin_again(self, params: object, settings: str) -> None:
+        while self._interrupted:
+            it = self._interrupted.pop(0)
+            part = self._part(params, it["part"])
+            self._rounds[it["part"]].begin(part, it["step"], settings, it["snapshot"])
+
+    def _part(self, params: object, number: int) -> object:
+        if len(self._rounds) == 1:
+            return params
+        collected, failure = collect_or_explain(params)
+        if failure is not None:
+            return params  # for the round to explain to all ranks
+        entries = collected.layout.fragments(len(self._rounds))[number]
+        return [(collected.layout.entries[entry].name, collected.tensors[entry]) for entry in entries]
