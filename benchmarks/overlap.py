@@ -32,8 +32,8 @@ def ways() -> dict[str, ModelAverager]:
     return {
         "no averaging": NEVER,
         "a round at once": PeriodicModelAverager(PERIOD, name="at once"),
-        "delay=1": PeriodicModelAverager(PERIOD, delay=1, name="delayed"),
-        "delay=1, fragments=4": PeriodicModelAverager(PERIOD, delay=1, fragments=PERIOD, name="fragments"),
+        "a step later, delay=1": PeriodicModelAverager(PERIOD, delay=1, name="delayed"),
+        "the same, 4 fragments": PeriodicModelAverager(PERIOD, delay=1, fragments=PERIOD, name="fragments"),
     }
 
 

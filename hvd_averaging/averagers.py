@@ -463,8 +463,9 @@ class PeriodicModelAverager(ModelAverager):
     def _in_parts(self) -> bool:
         return self.delay > 0 or self.fragments > 1
 
-    def _make_part(self, part: str) -> DelayedRounds:
-        return DelayedRounds(f"{self.name}, {part}", self.process_set, self.timeout, self._bucket_bytes)
+    def _make_part(self, part: str) -> Rounds:
+        kind = DelayedRounds if self.delay else Rounds
+        return kind(f"{self.name}, {part}", self.process_set, self.timeout, self._bucket_bytes)
 
     def due(self, step: int) -> bool:
         # Written so that it also serves a counter in a TensorFlow graph.
@@ -500,7 +501,7 @@ class PeriodicModelAverager(ModelAverager):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self._parts is not None:
+        if self._parts is not None and self.delay:
             self._parts.resume(state_dict.get("under_way", ()))
 
     def join(self, params: object) -> Round | None:

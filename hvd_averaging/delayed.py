@@ -9,23 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from .adapters import Adapter, Pending
+from .adapters import Adapter, DelayedReduction, Pending
 from .agreement import Claim
 from .channel import Channel
 from .collect import Collected, collect, collect_or_explain
 from .errors import AveragingError
-from .header import Presence
+from .header import Presence, Tally
 from .layout import Bucket
-from .round import Round, Rounds
+from .round import Agreed, Round, Rounds
 
 
 @dataclass(frozen=True)
 class _UnderWay:
+    """``spare`` are the copies, if the reduction that was started has none, as this rank brought other parameters."""
+
     claim: Claim
     tensors: Sequence[Any]
-    copies: Sequence[Any]
+    spare: Sequence[Any] | None
+    reduction: DelayedReduction
     channel: Channel
     pending: Pending
     seconds: float
@@ -47,12 +50,6 @@ class DelayedRounds(Rounds):
     def is_under_way(self) -> bool:
         return self._under_way is not None
 
-    def forget(self) -> None:
-        """Let the round under way come to nothing, on every rank: something else has been loaded."""
-        if self._under_way is not None:
-            it, self._under_way = self._under_way, None
-            self._reduce(it.claim, it.copies, True, it.channel, lambda: it.pending)
-
     @property
     def started_at(self) -> int:
         """The step at which the round under way began."""
@@ -61,9 +58,11 @@ class DelayedRounds(Rounds):
 
     def snapshot(self) -> dict[str, Any]:
         """Copies of what is being averaged, by name; a checkpoint needs them."""
-        assert self._under_way is not None, "asked while a round is under way"
-        names = (entry.name for entry in self._under_way.claim.layout.entries)
-        return dict(zip(names, self._under_way.copies, strict=True))
+        it = self._under_way
+        assert it is not None, "asked while a round is under way"
+        names = (entry.name for entry in it.claim.layout.entries)
+        copies = it.reduction.copies(it.tensors) if it.spare is None else it.spare
+        return dict(zip(names, copies, strict=True))
 
     def begin(self, params: object, step: int, settings: str, snapshot: Mapping[str, Any] | None = None) -> None:
         """Begin to average a copy of ``params``, or the ``snapshot`` that an earlier process took of them.
@@ -79,20 +78,18 @@ class DelayedRounds(Rounds):
             if failure is not None:
                 raise failure
             return
-        if not collected.adapter.overlaps:
-            raise AveragingError(f"{self.name}: delay works with PyTorch only, so far: use delay=0.")
-        copies = [collected.adapter.copy(tensor) for tensor in collected.tensors]
-        if snapshot is not None:
-            _restore(collected, copies, snapshot)
+        source = collected.tensors if snapshot is None else _restored(collected, snapshot)
         claim = Claim(step, Presence.AVERAGING, settings, collected.layout, failure)
         try:
-            _, _, start = self._prepare(claim, copies, True, channel)
+            agreed, packed, start = self._prepare(claim, source, True, channel)
             pending = channel.begin(start)
         except AveragingError as error:
             self._give_up(error)
             raise
+        reduction = cast(DelayedReduction, agreed.reduction)
+        spare = None if packed is not None else [collected.adapter.copy(tensor) for tensor in source]
         seconds = time.perf_counter() - started
-        self._under_way = _UnderWay(claim, collected.tensors, copies, channel, pending, seconds)
+        self._under_way = _UnderWay(claim, collected.tensors, spare, reduction, channel, pending, seconds)
 
     def finish(self, params: object = None) -> Round | None:
         """Wait for the round under way, and add what it changes to ``params`` (by default those it began with).
@@ -100,42 +97,62 @@ class DelayedRounds(Rounds):
         Raises:
             AveragingError: one of its subclasses; the parameters are untouched.
         """
-        started = time.perf_counter()
         if self._under_way is None:
             return None
+        started = time.perf_counter()
+        it = self._under_way
+        agreed, tally = self._wait()
+        tensors = it.tensors if params is None else collect(params).tensors
+        if params is not None and not _alike(tensors, it.tensors):
+            raise AveragingError(
+                f"{it.channel.where}: the parameters are not those that this round began with. Call averager.flush() "
+                "on every rank before you change them."
+            )
+        cast(DelayedReduction, agreed.reduction).add_change(tensors, tally.contributors)
+        seconds = it.seconds + time.perf_counter() - started
+        return Round(it.claim.step, seconds, agreed.bytes, len(tensors), tally.contributors)
+
+    def forget(self) -> None:
+        """Let the round under way come to nothing, on every rank: something else has been loaded."""
+        if self._under_way is not None:
+            self._wait()
+
+    def _wait(self) -> tuple[Agreed, Tally]:
+        assert self._under_way is not None, "asked while a round is under way"
         it, self._under_way = self._under_way, None
-        tensors = it.tensors
-        if params is not None:
-            collected = collect(params)
-            if collected.layout.fingerprint != it.claim.layout.fingerprint:
-                raise AveragingError(
-                    f"{it.channel.where}: the parameters are not those that this round began with. Call "
-                    "averager.flush() on every rank before you change them."
-                )
-            tensors = collected.tensors
         try:
-            agreed, tally = self._reduce(it.claim, it.copies, True, it.channel, lambda: it.pending)
+            return self._reduce(it.claim, it.spare or it.tensors, True, it.channel, lambda: it.pending)
         except AveragingError as error:
             self._give_up(error)
             raise
-        agreed.reduction.add_change(tensors, it.copies, tally.contributors)
-        seconds = it.seconds + time.perf_counter() - started
-        return Round(it.claim.step, seconds, agreed.bytes, len(tensors), tally.contributors)
 
     def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         return 0  # training goes on in the parameters, so that they cannot be summed where they lie
 
+    def _make_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
+    ) -> DelayedReduction:
+        return channel.adapter.delayed_reduction(buckets, tensors, name, channel.members)
 
-def _restore(collected: Collected, copies: Sequence[Any], snapshot: Mapping[str, Any]) -> None:
-    """Let the copies be what an earlier process has copied."""
+
+def _restored(collected: Collected, snapshot: Mapping[str, Any]) -> list[Any]:
+    """Copies of the parameters, as an earlier process has taken them."""
     names = [entry.name for entry in collected.layout.entries]
     if set(names) != set(snapshot):
         raise AveragingError(
             "The checkpoint was saved while a round over other parameters was under way: load it into the same model, "
             "or call averager.flush() on every rank before saving."
         )
+    copies = [collected.adapter.copy(tensor) for tensor in collected.tensors]
     for name, copy in zip(names, copies, strict=True):
         collected.adapter.restore(copy, snapshot[name])
+    return copies
+
+
+def _alike(tensors: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(tensors) == len(others) and all(
+        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(tensors, others, strict=True)
+    )
 
 
 class Fragments:
@@ -144,10 +161,10 @@ class Fragments:
     Args:
         count: into how many parts the parameters are cut, of about equally many bytes.
         delay: optimizer steps from the beginning of a round to its end.
-        make: makes the rounds of one part, given a name for it.
+        make: makes the rounds of one part, given a name for it; :class:`DelayedRounds` if there is a delay.
     """
 
-    def __init__(self, count: int, delay: int, make: Callable[[str], DelayedRounds]) -> None:
+    def __init__(self, count: int, delay: int, make: Callable[[str], Rounds]) -> None:
         self.delay = delay
         self._rounds = [make(f"part {number} of {count}") for number in range(1, count + 1)]
         self._interrupted: list[Mapping[str, Any]] = []
@@ -156,14 +173,14 @@ class Fragments:
         """Finish what ends at ``step``, and begin part ``due``; returns what the round did that ended."""
         self._begin_again(params, settings)
         done = None
-        for number, rounds in enumerate(self._rounds):
-            if rounds.is_under_way and rounds.started_at + self.delay <= step:
-                done = rounds.finish(self._part(params, number))
+        for number, delayed in self._under_way():
+            if delayed.started_at + self.delay <= step:
+                done = delayed.finish(self._part(params, number))
         if due is None:
             return done
         part = self._part(params, due % len(self._rounds))
         rounds = self._rounds[due % len(self._rounds)]
-        if self.delay:
+        if isinstance(rounds, DelayedRounds):
             rounds.begin(part, step, settings)
             return done
         met = rounds.run(part, step, settings)
@@ -172,31 +189,37 @@ class Fragments:
     def flush(self) -> Round | None:
         """Finish all that is under way; returns what the last of these rounds did."""
         done = None
-        for rounds in sorted(self._under_way(), key=lambda rounds: rounds.started_at):
+        for _, rounds in sorted(self._under_way(), key=lambda item: item[1].started_at):
             done = rounds.finish()
         return done
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, so that another process can begin it again."""
-        return [
-            {"part": self._rounds.index(rounds), "step": rounds.started_at, "snapshot": rounds.snapshot()}
-            for rounds in self._under_way()
-        ] + [dict(each) for each in self._interrupted]
+        now = [
+            {"part": number, "step": rounds.started_at, "snapshot": rounds.snapshot()}
+            for number, rounds in self._under_way()
+        ]
+        return [*now, *map(dict, self._interrupted)]
 
     def resume(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take up :meth:`state` at the next step, for which the parameters are needed."""
-        for rounds in self._rounds:
+        for _, rounds in self._under_way():
             rounds.forget()
         self._interrupted = list(state)
 
-    def _under_way(self) -> list[DelayedRounds]:
-        return [rounds for rounds in self._rounds if rounds.is_under_way]
+    def _under_way(self) -> list[tuple[int, DelayedRounds]]:
+        return [
+            (number, rounds)
+            for number, rounds in enumerate(self._rounds)
+            if isinstance(rounds, DelayedRounds) and rounds.is_under_way
+        ]
 
     def _begin_again(self, params: object, settings: str) -> None:
         while self._interrupted:
             it = self._interrupted.pop(0)
-            part = self._part(params, it["part"])
-            self._rounds[it["part"]].begin(part, it["step"], settings, it["snapshot"])
+            rounds = self._rounds[it["part"]]
+            assert isinstance(rounds, DelayedRounds), "without a delay nothing is ever under way"
+            rounds.begin(self._part(params, it["part"]), it["step"], settings, it["snapshot"])
 
     def _part(self, params: object, number: int) -> object:
         if len(self._rounds) == 1:

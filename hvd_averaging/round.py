@@ -51,7 +51,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class Agreed:
     """What holds until a rank brings other parameters: who, what, and the buffers for it."""
 
     adapter: Adapter
@@ -93,7 +93,7 @@ class Rounds:
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
         self.buffers = buffers
-        self._agreed: _Agreed | None = None
+        self._agreed: Agreed | None = None
         self._cargo: tuple[Members, Cargo] | None = None
         self._known: dict[str, Collected] = {}
         self._broken: str | None = None
@@ -189,7 +189,7 @@ class Rounds:
         contributes: bool,
         channel: Channel,
         started: Callable[[], Pending] | None = None,
-    ) -> tuple[_Agreed, Tally]:
+    ) -> tuple[Agreed, Tally]:
         """Run the collective, after as much talk as it takes for every rank to be sure of every other.
 
         ``started`` returns the first one, if that has been started before.
@@ -210,7 +210,7 @@ class Rounds:
 
     def _prepare(
         self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel
-    ) -> tuple[_Agreed, Sequence[Any] | None, Callable[[], Pending]]:
+    ) -> tuple[Agreed, Sequence[Any] | None, Callable[[], Pending]]:
         """What was agreed, what this rank packs (``None``: nothing but a header), and a function that starts it."""
         if self._agreed is None or self._agreed.members != channel.members:
             self._agreed = self._agree(claim, tensors, channel)
@@ -227,7 +227,7 @@ class Rounds:
         if rest is not None:
             channel.complete(lambda: rest, _SUMMED)
 
-    def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: _Agreed) -> bool:
+    def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: Agreed) -> bool:
         """Whether what this rank brings is what was agreed."""
         if claim.failure is not None or claim.presence is Presence.LEAVING:
             return claim.failure is None
@@ -243,7 +243,7 @@ class Rounds:
     ) -> Reduction:
         return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place)
 
-    def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> _Agreed:
+    def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> Agreed:
         buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
         memory = self._memory(channel.adapter, buckets, tensors)
         known = self._agreed
@@ -258,7 +258,7 @@ class Rounds:
         # The layout is part of the name, so that the averagers of two models can share the averager's name.
         name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
         reduction = self._make_reduction(buckets, tensors, name, channel, in_place)
-        return _Agreed(channel.adapter, channel.members, claim.layout, buckets, memory, reduction)
+        return Agreed(channel.adapter, channel.members, claim.layout, buckets, memory, reduction)
 
     def _give_up(self, error: AveragingError) -> None:
         """After these the ranks no longer know of each other where they are."""

@@ -234,3 +234,18 @@ def test_without_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PeriodicModelAverager(4, delay=3, fragments=2)
+
+
+@on_gloo(2)
+def test_other_parameters_from_the_next_round_on(rank):
+    weights = [torch.full((2,), float(rank))]
+    averager = PeriodicModelAverager(2, delay=1)
+    averager.average_parameters(weights)
+    averager.average_parameters(weights)
+    weights.append(torch.full((3,), 10.0 * rank))
+    averager.average_parameters(weights)
+    with torch.no_grad():
+        weights[1].add_(1.0)
+    assert len(averager.state_dict()["under_way"][0]["snapshot"]) == 2
+    done = averager.average_parameters(weights)
+    assert (done.step, done.tensors) == (2, 2) and (weights[0] == 0.5).all() and (weights[1] == 6.0).all()

@@ -53,19 +53,24 @@ class Reduction(Pending, Protocol):
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
 
-    def add_change(self, tensors: Sequence[Any], copies: Sequence[Any], contributors: int) -> None:
-        """Add to ``tensors`` the mean over ``contributors`` ranks minus ``copies``, which were averaged."""
-
     def abandon(self) -> None:
         """Nobody waits any more: should the collective come to an end after all, nothing may be written."""
+
+
+class DelayedReduction(Reduction, Protocol):
+    """A reduction of a copy, which :meth:`start` takes, while training goes on."""
+
+    def add_change(self, tensors: Sequence[Any], contributors: int) -> None:
+        """Add to ``tensors`` the mean over ``contributors`` ranks minus the copy."""
+
+    def copies(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The copy, as tensors like ``tensors``."""
 
 
 class Adapter(Protocol):
     """What the shared code asks of a framework."""
 
     framework: str
-    overlaps: bool
-    """Whether a collective goes on while the caller trains, and :meth:`Reduction.add_change` works."""
 
     @property
     def hvd(self) -> Any:
@@ -102,6 +107,11 @@ class Adapter(Protocol):
 
         With ``in_place``, all ranks found the same :meth:`memory`, which is not 0.
         """
+
+    def delayed_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members
+    ) -> DelayedReduction:
+        """Like :meth:`reduction`, with a copy. Raises ``AveragingError`` if the framework cannot go on meanwhile."""
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         """Begin to sum 64-bit integers over the process set."""

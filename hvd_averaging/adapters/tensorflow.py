@@ -23,7 +23,7 @@ from ..companions import Companion, Rule
 from ..errors import AveragingError
 from ..layout import Bucket, Entry, Piece
 from ..members import Members
-from . import Pending
+from . import DelayedReduction, Pending
 
 _WIRE = {"float32": tf.float32, "float64": tf.float64}
 _LONGEST_BLOCK = 2**31 - 1  # bytes in one broadcast
@@ -33,7 +33,6 @@ class TensorFlowAdapter:
     """The verbs of :class:`hvd_averaging.adapters.Adapter` for TensorFlow, and for Keras 3 on top of it."""
 
     framework = "tensorflow"
-    overlaps = False
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Callable[[Any], Any]] = {}
@@ -119,6 +118,11 @@ class TensorFlowAdapter:
         if key not in self._functions:
             self._functions[key] = _Functions(self.hvd, buckets, name, members)
         return _TensorFlowReduction(self._functions[key])
+
+    def delayed_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members
+    ) -> DelayedReduction:
+        raise AveragingError("delay works with PyTorch only, so far: use delay=0.")
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         key = (name, len(values), members.process_set.process_set_id)
@@ -325,9 +329,6 @@ class _TensorFlowReduction:
 
     def rest(self, tensors: Sequence[Any] | None) -> None:
         """Nothing: the variables went along with the header."""
-
-    def add_change(self, tensors: Sequence[Any], copies: Sequence[Any], contributors: int) -> None:
-        raise NotImplementedError("the adapter says that it does not overlap")
 
     def abandon(self) -> None:
         self._abandoned.assign(1)

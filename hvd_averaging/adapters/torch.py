@@ -18,6 +18,7 @@ from ..companions import Companion, Rule
 from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
 from . import Pending, Reduction, torch_flat
+from .torch_delayed import DelayedReduction
 from .torch_reduction import Polled, TorchReduction
 
 
@@ -25,7 +26,6 @@ class TorchAdapter:
     """The verbs of :class:`hvd_averaging.adapters.Adapter` for PyTorch."""
 
     framework = "torch"
-    overlaps = True
 
     @property
     def hvd(self) -> Any:
@@ -102,6 +102,11 @@ class TorchAdapter:
     ) -> Reduction:
         kind = torch_flat.FlatReduction if in_place else TorchReduction
         return kind(self.hvd, buckets, tensors, name, members)
+
+    def delayed_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
+    ) -> DelayedReduction:
+        return DelayedReduction(self.hvd, buckets, tensors, name, members)
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         sums = torch.tensor(values, dtype=torch.int64)

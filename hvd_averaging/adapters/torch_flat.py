@@ -123,9 +123,6 @@ class FlatReduction(Polled):
                 torch.autograd.graph.increment_version(pieces)  # autograd cannot see that they share memory
         self._sums = []
 
-    def add_change(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], contributors: int) -> None:
-        raise NotImplementedError("delayed rounds are packed")
-
     def abandon(self) -> None:
         """Nothing can be done: the sum may still take the place of the parameters, as the error says."""
 

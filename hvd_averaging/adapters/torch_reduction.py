@@ -96,12 +96,6 @@ class TorchReduction(Polled):
         for piece, view in zip(self._pieces(tensors), self._views, strict=True):
             torch.div(view, contributors, out=piece)
 
-    @torch.no_grad()
-    def add_change(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], contributors: int) -> None:
-        # In the buffer's precision, and exactly zero where all ranks were equal.
-        for piece, old, view in zip(self._pieces(tensors), self._pieces(copies), self._views, strict=True):
-            piece.add_(view.div_(contributors).sub_(old))
-
     def rest(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """Nothing: the parameters went along with the header."""
 
