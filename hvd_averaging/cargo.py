@@ -68,7 +68,9 @@ class Cargo:
         return rows
 
     def _unpack_maximum(self, companion: Companion, mean: Wide, contributors: int) -> None:
-        self._adapter.assign(companion.tensor, np.rint(mean * contributors).max(axis=0))
+        values = (mean * contributors).max(axis=0)
+        whole = np.rint(values)  # what a step count was; but NAdam, say, has numbers between 0 and 1
+        self._adapter.assign(companion.tensor, np.where(np.isclose(values, whole, rtol=1e-12, atol=0), whole, values))
 
     def _pack_copy(self, companion: Companion) -> Wide:
         """The first rank's numbers and a 1, the others' zeros: what those hold may be infinite."""

@@ -80,7 +80,10 @@ def _buffers(model: object, wanted: str) -> Sequence[Companion]:
     for adapter in loaded_adapters():
         found = adapter.buffers(model)
         if found is not None:
-            return found if wanted == "average" else copies(found)
+            companions = found if wanted == "average" else copies(found)
+            for single in copies([companion for companion in companions if companion.rule is not Rule.KEEP]):
+                adapter.check(single.name, single.tensor)  # here, where the other ranks still hear of it
+            return companions
     raise ValueError(
         f"buffers={wanted!r} needs the model, to find its buffers in, but was given {_kind(model)}: pass the model "
         "itself instead of its parameters."

@@ -68,7 +68,7 @@ def members(process_set: Any, hvd: Any) -> Members:
     # The set remembers its number after hvd.shutdown(); only the running Horovod knows whether it still means this set.
     registered = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     ranks = tuple(process_set.ranks or ())
-    if ranks == (hvd.rank(),):
+    if len(ranks) == 1:
         return Members(ranks, hvd.rank(), process_set)  # needs no registration, as it never communicates
     if process_set.process_set_id is None or tuple(registered.get(process_set.process_set_id, ())) != ranks:
         raise ProcessSetError(

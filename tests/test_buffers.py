@@ -20,7 +20,7 @@ from hvd_averaging import (
     averaged,
     check_replicas,
 )
-from hvd_averaging.torch import PostLocalSGDOptimizer
+from hvd_averaging.torch import PostLocalSGDOptimizer, flatten_parameters
 
 dynamic = functools.partial(pytest.mark.ranks, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 on_gloo = functools.partial(pytest.mark.ranks, backends=("gloo",))
@@ -204,6 +204,59 @@ def test_the_optimizer_takes_buffers_along(rank):
         optimizer.step()
     assert check_replicas(model)
     assert check_replicas([value for state in optimizer.state.values() for value in state.values()])
+
+
+class Running(torch.nn.Module):
+    """What is called like the statistics of batch normalization, but is not."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.running_mean = torch.zeros(2) if plain else torch.nn.Parameter(torch.zeros(2))
+        self.running_var = torch.ones(2) if plain else torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("buffers", ["local", "average", "broadcast"])
+def test_running_statistics_that_are_no_buffers(rank, plain, buffers):
+    model = Running(plain)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    PeriodicModelAverager(period=2, buffers=buffers, timeout=20).average_parameters(model)
+    assert (model.weight == 0.5).all()
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("buffers", ["average", "broadcast"])
+@pytest.mark.parametrize(
+    ("odd", "words"), [(torch.ones(()).expand(3), "expanded"), (torch.eye(3).to_sparse(), "only dense tensors")]
+)
+def test_a_buffer_that_cannot_travel_is_told_to_all(rank, buffers, odd, words):
+    model = normalized()
+    model.register_buffer("odd", odd if rank == 1 else torch.ones(odd.shape))
+    with torch.no_grad():
+        model[0].bias.fill_(rank)
+    with pytest.raises((TypeError, ValueError) if rank else PeerError, match=words if rank else "rank 1"):
+        average_parameters(model, buffers=buffers, timeout=20)
+    assert (model[0].bias == rank).all()
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_evaluation_in_inference_mode_leaves_later_rounds_possible(rank, flat):
+    model = normalized(rank)
+    if flat:
+        flatten_parameters(model)
+    averager = PeriodicModelAverager(period=1, buffers="average", timeout=20)
+    with torch.inference_mode():
+        with averager.averaged(model):
+            assert check_replicas(model)
+        averager.average_now(model)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        averager.average_parameters(model)
+    assert check_replicas(model)
 
 
 # ---- outside the schedule -----------------------------------------------------------------------------------------

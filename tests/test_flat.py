@@ -299,3 +299,29 @@ def test_training_is_bit_for_bit_that_of_separate_parameters(rank, implementatio
         results.append([p.detach().clone() for p in model.parameters()])
         assert is_flat(averager) == flattened
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.ranks(2, backends=("gloo",))
+def test_a_short_default_dtype_does_not_shorten_the_header(rank):
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias.fill_(rank)
+    flatten_parameters(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        averager = PeriodicModelAverager(2, timeout=20)
+        averager.step = 1000
+        averager.average_parameters(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (model.bias == 0.5).all()
+
+
+def test_parameters_that_share_memory_without_being_one_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = torch.nn.Parameter(model[0].weight.data)
+    with pytest.raises(ValueError, match="'1.weight' shares memory"):
+        flatten_parameters(model)
+    model[1].weight = model[0].weight
+    flatten_parameters(model)
+    assert model[1].weight is model[0].weight

@@ -21,6 +21,7 @@ if keras.backend.backend() != "tensorflow":
 
 from hvd_averaging import (  # noqa: E402
     AveragingError,
+    HierarchicalModelAverager,
     LayoutMismatchError,
     PeerError,
     PeriodicModelAverager,
@@ -774,3 +775,22 @@ def test_callbacks_on_the_torch_backend(horovodrun):
     assert done.returncode == 0, done.output
     losses = re.findall(r"loss ([\d.]+)", done.output)
     assert len(losses) == 2 and len(set(losses)) == 1
+
+
+@pytest.mark.ranks(2, framework="tensorflow", backends=("gloo",))
+def test_a_hierarchy_ends_the_training_with_a_round(rank):
+    model = linear_model()
+    averager = HierarchicalModelAverager({2: 1, 100: 2}, timeout=20)
+    averaging = ModelAveragingCallback(averager, average_at_epoch_end=True)
+    fit(model, rank, 3, [BroadcastCallback(), averaging], epochs=2)
+    assert check_replicas(model.weights) and averager.step == 6 and averaging.last_round.ranks == 2
+
+
+@pytest.mark.ranks(2, framework="tensorflow", backends=("gloo",))
+def test_a_layer_with_plain_numbers_called_like_statistics(rank):
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    layer.moving_mean, layer.moving_variance = 0.0, 1.0
+    layer.bias.assign([float(rank)])
+    PeriodicModelAverager(2, buffers="average", timeout=20).average_parameters(layer)
+    assert layer.bias.numpy() == 0.5

@@ -257,7 +257,8 @@ def test_clipping_after_synchronize_clips_the_mean(rank, size):
         model(batch(rank, step)).square().mean().backward()
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
+        with optimizer.skip_synchronize():  # as scripts for horovod.torch do
+            optimizer.step()
         mean = gradient_of_all(model, size, step)
         norm = torch.sqrt(sum(part.square().sum() for part in mean))
         close([p.grad for p in model.parameters()], [part * 0.01 / (norm + 1e-6) for part in mean])
@@ -452,3 +453,113 @@ def test_join_is_refused_while_others_wait_for_gradients(rank):
     optimizer = local(torch.optim.SGD(small_model().parameters(), lr=0.1))
     with pytest.raises(AveragingError, match="after warm-up and with gradient_process_set=None"):
         optimizer.join()
+
+
+# ---- what took part, and what was sent ----------------------------------------------------------------------------
+
+
+@on_gloo(2)
+def test_frozen_parameters_leave_the_others_averaged(rank, size):
+    model, single = small_model(), small_model()
+    optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=64)
+    alone = torch.optim.SGD(single.parameters(), lr=0.1)
+    for step in range(9):
+        for each in (model, single):
+            each[2].bias.requires_grad_(step >= 3)
+            each[0].weight.requires_grad_(step < 6)
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        alone.zero_grad()
+        (sum(single(batch(r, step)).square().mean() for r in range(size)) / size).backward()
+        alone.step()
+        assert check_replicas(model)
+        close(model.parameters(), single.parameters())
+
+
+@on_gloo(2)
+def test_two_models_that_are_alike_have_gradients_under_way_at_once(rank, size):
+    models = [small_model(seed=seed) for seed in (1, 2)]
+    optimizers = [local(torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=64) for model in models]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(model(batch(rank, step)).square().mean() for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for model in models:
+            close([p.grad for p in model.parameters()], gradient_of_all(model, size, step))
+
+
+@on_gloo(2)
+def test_a_change_that_autograd_does_not_see_is_noticed(rank, size):
+    model = small_model()
+    optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=64)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.data.mul_(0.5)
+        with pytest.warns(UserWarning, match="synchronize") if step == 1 else warnings.catch_warnings():
+            optimizer.step()
+        close([2 * p.grad for p in model.parameters()], gradient_of_all(model, size, step))
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("synchronize", [False, True])
+def test_gradients_that_a_scaler_has_unscaled_early(rank, size, synchronize):
+    model = small_model()
+    optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0), bucket_bytes=64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(rank, step)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.warns(UserWarning, match="synchronize") if step == 1 else warnings.catch_warnings():
+            if synchronize:
+                optimizer.synchronize()
+            scaler.step(optimizer)
+        scaler.update()
+        close([p.grad for p in model.parameters()], gradient_of_all(model, size, step))
+
+
+@dynamic(2)
+def test_a_gradient_process_set_of_one_rank_needs_no_registration(rank):
+    model = small_model(seed=rank)
+    averager = PeriodicModelAverager(2, warmup_steps=1, timeout=20)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager, process_sets.of([1]))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.last_round.step == 3 and check_replicas(model)
+
+
+# ---- the optimizer's state ----------------------------------------------------------------------------------------
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Rprop", "Adafactor"])
+def test_a_period_of_one_on_equal_data_changes_no_trajectory(rank, kind):
+    model, single = small_model(), small_model()
+    inner, alone = (getattr(torch.optim, kind)(each.parameters(), lr=0.01) for each in (model, single))
+    optimizer = local(inner, period=1, warmup_steps=0, optimizer_state="average")
+    for step in range(6):
+        for each, taken in ((model, optimizer), (single, alone)):
+            taken.zero_grad()
+            each(batch(0, step)).square().mean().backward()
+            if step < 3:
+                each[0].weight.grad = None  # has no state yet when the others are averaged
+            taken.step()
+    close(model.parameters(), single.parameters(), rtol=1e-5, atol=1e-7)
+
+
+@on_gloo(2)
+def test_a_rank_without_any_gradient_brings_the_state_of_a_fresh_optimizer(rank):
+    model = small_model()
+    optimizer = local(torch.optim.Adam(model.parameters()), period=1, warmup_steps=0, optimizer_state="average")
+    if rank == 0:
+        model(batch(rank)).square().mean().backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert len(states) == 12 and check_replicas(states) and check_replicas(model)

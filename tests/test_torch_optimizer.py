@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import gc
 import pickle
 import types
 import warnings
@@ -228,6 +230,21 @@ def test_it_leaves_no_trace_when_it_is_gone(rank):
     again = local(sgd(model))
     train(model, again, rank, range(2))
     assert again.averager.step == 2
+    del again
+    gc.collect()
+    assert not model[0].weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.ranks(2, backends=("gloo",))
+def test_state_and_groups_can_be_replaced(rank):
+    model = small_model()
+    optimizer = local(sgd(model))
+    train(model, optimizer, rank, range(2))
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.param_groups = optimizer.param_groups[:1]
+    assert not optimizer.inner.state and optimizer.param_groups is optimizer.inner.param_groups
+    train(model, optimizer, rank, range(2, 4))
+    assert len(optimizer.state) == 4 and check_replicas(model)
 
 
 @pytest.mark.ranks(2, backends=("gloo",))

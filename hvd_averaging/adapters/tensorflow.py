@@ -67,7 +67,7 @@ class TensorFlowAdapter:
         means = {}
         for layer in _layers(model):
             mean, variance = getattr(layer, "moving_mean", None), getattr(layer, "moving_variance", None)
-            if mean is not None and variance is not None:
+            if id(_value(mean)) in named and id(_value(variance)) in named:  # variables both, of this model
                 means[id(_value(variance))] = Companion(*named[id(_value(mean))], Rule.VARIANCE)
         centers = {id(_value(center.tensor)) for center in means.values()}
         return [

@@ -53,7 +53,7 @@ class TorchAdapter:
         means = {}
         for module in model.modules():
             mean, variance = getattr(module, "running_mean", None), getattr(module, "running_var", None)
-            if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
+            if id(mean) in names and id(variance) in names:  # buffers both, not parameters or plain attributes
                 means[id(variance)] = Companion(names[id(mean)], mean, Rule.VARIANCE)
         centers = {id(center.tensor) for center in means.values()}
         return [
@@ -101,12 +101,14 @@ class TorchAdapter:
         self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members, in_place: bool
     ) -> Reduction:
         kind = torch_flat.FlatReduction if in_place else TorchReduction
-        return kind(self.hvd, buckets, tensors, name, members)
+        with torch.inference_mode(False):  # the buffers serve later rounds, too, which may be outside
+            return kind(self.hvd, buckets, tensors, name, members)
 
     def delayed_reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
     ) -> DelayedReduction:
-        return DelayedReduction(self.hvd, buckets, tensors, name, members)
+        with torch.inference_mode(False):
+            return DelayedReduction(self.hvd, buckets, tensors, name, members)
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         sums = torch.tensor(values, dtype=torch.int64)
@@ -133,7 +135,8 @@ class TorchAdapter:
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).view(tensor.shape))
 
     def carrier(self, array: NDArray[np.float64]) -> torch.Tensor:
-        return torch.tensor(array)
+        with torch.inference_mode(False):
+            return torch.tensor(array)
 
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         return _as_bytes(tensor).cpu().numpy().data

@@ -78,7 +78,7 @@ class FlatReduction(Polled):
         self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
     ) -> None:
         self._hvd, self._buckets, self._name, self._members = hvd, buckets, name, members
-        self._header = torch.empty(headers.LENGTH)
+        self._header = torch.empty(headers.LENGTH, dtype=torch.float32)
         self._strides = [tensor.stride() for tensor in tensors]
         self._in_place = [flat_of(bucket, tensors) is not None for bucket in buckets]
         self._devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]

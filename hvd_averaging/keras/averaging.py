@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from ..averagers import ModelAverager
+from ..averagers import HierarchicalModelAverager, ModelAverager
 from ..errors import StepMismatchError
 from ..replicas import broadcast_parameters
 from ..round import Round
@@ -106,7 +106,7 @@ class ModelAveragingCallback(MeetingCallback):
     control only after every execution, so that there is one round for each.
 
     Ranks may have different numbers of batches if a round ends every epoch or the training (``average_at_...``): the
-    rank that is done first then takes part in the rounds of the others.
+    rank that is done first then takes part in the rounds of the others. (Not with a ``HierarchicalModelAverager``.)
 
     Args:
         averager: says when, and over which process set, such as :class:`hvd_averaging.PeriodicModelAverager`.
@@ -198,7 +198,9 @@ class ModelAveragingCallback(MeetingCallback):
     def _settle(self) -> None:
         """End the steps that were taken since the last common round with another one, once."""
         if self._training and not self._settled:
-            self.last_round = self.averager.join(self._params()) or self.last_round
+            levels = isinstance(self.averager, HierarchicalModelAverager)  # which has no join
+            settle = self.averager.average_now if levels else self.averager.join
+            self.last_round = settle(self._params()) or self.last_round
             self._settled = True
 
     def _params(self) -> object:

@@ -33,7 +33,8 @@ def flatten_parameters(
         gradients. It shares their memory, but autograd does not know: do not change it during backward.
 
     Raises:
-        TypeError, ValueError: as :meth:`hvd_averaging.ModelAverager.average_parameters`.
+        TypeError, ValueError: as :meth:`hvd_averaging.ModelAverager.average_parameters`; or two parameters of a model
+            share memory without being the same object, which moving would end.
 
     Example::
 
@@ -45,12 +46,23 @@ def flatten_parameters(
         True
     """
     parameters: Sequence[torch.Tensor] = collect(model).tensors
+    _refuse_aliases(model, parameters)
     flats = []
     for group in _groups(parameters):
         flat = _flatten(group)
         own(flat, group)
         flats.append(_flatten_gradients(group) if gradients else flat)
     return flats
+
+
+def _refuse_aliases(model: object, parameters: Sequence[torch.Tensor]) -> None:
+    known = {parameter.data_ptr(): parameter for parameter in parameters if parameter.numel()}
+    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        if known.get(parameter.data_ptr(), parameter) is not parameter:
+            raise ValueError(
+                f"{name!r} shares memory with another parameter, but is not the same one: tie them by using one "
+                "parameter in both places, b.weight = a.weight."
+            )
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -30,6 +30,9 @@ BUCKET_BYTES = 25 * 2**20
 # What is in the note that travels with the gradients; the flags say of each parameter whether it has one.
 _LOSS, _HAS_LOSS, _FLAGS = 0, 1, 2
 
+_made: dict[str, int] = {}
+"""How many reductions there have been by a name."""
+
 
 class GradientRounds(Rounds):
     """Rounds over the gradients of parameters, which are given in the order of the model and travel in reverse."""
@@ -38,7 +41,7 @@ class GradientRounds(Rounds):
 
     def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None) -> None:
         super().__init__(name, process_set, timeout, bucket_bytes)
-        self._note = torch.zeros(_FLAGS)
+        self._note = torch.zeros(_FLAGS, dtype=torch.float32)
         self._reduction: _GradientReduction | None = None
         self._early = True
         self.last: Round | None = None
@@ -59,9 +62,10 @@ class GradientRounds(Rounds):
         A parameter that has no gradient on any rank keeps none.
         """
         backwards = list(reversed(named))
-        flags = [float(parameter.grad is not None) for _, parameter in backwards]
-        note = torch.tensor([0.0 if loss is None else float(loss), float(loss is not None), *flags])
-        self._note = note if note.shape != self._note.shape else self._note.copy_(note)
+        if len(self._note) != _FLAGS + len(backwards):
+            self._note = torch.zeros(_FLAGS + len(backwards), dtype=torch.float32)
+        self._note[_LOSS] = 0.0 if loss is None else float(loss)
+        self._note[_HAS_LOSS] = loss is not None
         met = self.run([*backwards, ("note", self._note)], step, settings)
         self.last = None if met is None else met[0]
         if loss is None:
@@ -72,6 +76,9 @@ class GradientRounds(Rounds):
     def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
         collected, failure = super()._collect(params, presence)
         names = [entry.name for entry in collected.layout.entries]
+        # One flag for each parameter that takes part: frozen ones do not, and are not among those of the reduction.
+        flags = [float(tensor.grad is not None) for tensor in collected.tensors[:-1]]
+        self._note[_FLAGS:] = torch.tensor(flags + [0.0] * (len(self._note) - _FLAGS - len(flags)))
         faults = (_fault(collected.adapter, *item) for item in zip(names, collected.tensors, strict=True))
         return collected, failure or next(filter(None, faults), None)
 
@@ -93,6 +100,11 @@ class GradientRounds(Rounds):
     def _make_reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
     ) -> _GradientReduction:
+        # Gradients of two optimizers are under way at once, and may be alike in names and shapes (twin critics). Ranks
+        # agree about the number, since those that Horovod has added later (elastic mode) have made fewer.
+        made = channel.gather([_made.get(name, 0)], "gradients.made")
+        _made[name] = 1 + max(row[0] for row in made.values())
+        name = f"{name}.{_made[name]}"
         self._reduction = _GradientReduction(
             channel.adapter.hvd, buckets, tensors, name, channel.members, number_of_note=len(tensors) - 1
         )
@@ -126,7 +138,8 @@ class _GradientReduction(TorchReduction):
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
 
     def _reset(self) -> None:
-        self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # with the version, which every change increases
+        # With the version, which changes increase, and the norm, as changes by `.data` and by GradScaler do not.
+        self._packed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._missing = [{piece.entry for piece in bucket.pieces} for bucket in self._buckets]
         self._under_way: dict[int, int] = {}
 
@@ -137,7 +150,9 @@ class _GradientReduction(TorchReduction):
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
-        self._pack(number, gradient)
+        if all(position == len(self._buckets) - 1 for position, _, _ in self._views_of[number]):
+            return  # the last bucket waits for the end of backward in any case
+        self._pack(number, gradient, early=True)
         for position, _, _ in self._views_of[number]:
             self._missing[position].discard(number)
             if not self._missing[position] and position != len(self._buckets) - 1 and position not in self._under_way:
@@ -145,8 +160,14 @@ class _GradientReduction(TorchReduction):
 
     def is_stale(self) -> bool:
         """Whether a gradient is no longer what has been sent: it was clipped, unscaled, or added to."""
-        sent = {piece.entry for position in self._under_way for piece in self._buckets[position].pieces}
-        return not all(map(self._is_packed, sent))
+        sent = self._sent()
+        if not all(map(self._is_packed, sent)):
+            return True
+        norms = [(self._packed[number][2], _norm(self._packed[number][0])) for number in sent]
+        return not all(torch.equal(before.nan_to_num(), now.nan_to_num()) for before, now in norms)
+
+    def _sent(self) -> set[int]:
+        return {piece.entry for position in self._under_way for piece in self._buckets[position].pieces}
 
     def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
         waiting = [position for position in range(len(self._buckets)) if position not in self._under_way]
@@ -156,10 +177,10 @@ class _GradientReduction(TorchReduction):
             self._flat[position][-headers.LENGTH :] = torch.tensor(header, dtype=self._flat[position].dtype)
         if tensors is not None:
             self._serve(tensors)
+            # Afresh, unless a part of it is under way: then it has just been found unchanged.
             entries = {piece.entry for position in waiting for piece in self._buckets[position].pieces}
-            for number in entries:
-                if not self._is_packed(number):
-                    self._pack(number, self._source(number))
+            for number in entries - self._sent():
+                self._pack(number, self._source(number))
         self._under_way |= {position: self._sum(position) for position in waiting}
         self._handles = list(self._under_way.values())
         return self
@@ -172,7 +193,7 @@ class _GradientReduction(TorchReduction):
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
         note = self._parameters[self._number_of_note]
         self._unpack(self._number_of_note, note, contributors)
-        flags = note[_FLAGS:].tolist()
+        flags = note[_FLAGS:].tolist()[: self._number_of_note]
         for number, used in enumerate(flags):
             parameter = self._parameters[number]
             if used:
@@ -184,18 +205,18 @@ class _GradientReduction(TorchReduction):
         return self._parameters[number] if number == self._number_of_note else self._parameters[number].grad
 
     def _is_packed(self, number: int) -> bool:
-        gradient, version = self._packed.get(number, (None, 0))
+        gradient, version, _ = self._packed.get(number, (None, 0, None))
         return gradient is not None and gradient is self._source(number) and gradient._version == version
 
     @torch.no_grad()
-    def _pack(self, number: int, source: torch.Tensor | None) -> None:
+    def _pack(self, number: int, source: torch.Tensor | None, early: bool = False) -> None:
         for _, index, view in self._views_of[number]:
             if source is None:
                 view.zero_()
             else:
                 view.copy_(_wire(source)[index])
-        if source is not None:
-            self._packed[number] = source, source._version
+        if source is not None and early:
+            self._packed[number] = source, source._version, _norm(source)
 
     def _unpack(self, number: int, target: torch.Tensor, contributors: int) -> None:
         for _, index, view in self._views_of[number]:
@@ -204,6 +225,13 @@ class _GradientReduction(TorchReduction):
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@torch.no_grad()
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    wire = _wire(gradient)
+    norm: torch.Tensor = torch.linalg.vector_norm(wire, dtype=torch.promote_types(wire.dtype, torch.float32))
+    return norm
 
 
 def _fault(adapter: Adapter, name: str, parameter: torch.Tensor) -> Exception | None:

@@ -20,7 +20,7 @@ from ..errors import AveragingError
 from ..members import check_process_set, members
 from ..round import Round
 from .gradients import BUCKET_BYTES, GradientRounds
-from .state import OPTIMIZER_STATE, companions, reset
+from .state import OPTIMIZER_STATE, begin, companions, reset
 
 Closure = Callable[[], Any]
 
@@ -31,14 +31,22 @@ class _Wrapper(torch.optim.Optimizer):
     inner: torch.optim.Optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the wrapped optimizer: the same list, whatever either of them does to it."""
         return self.inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the wrapped optimizer."""
         return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -57,16 +65,8 @@ class _Wrapper(torch.optim.Optimizer):
         ``horovod.torch.broadcast_optimizer_state`` asks a wrapper's base class for such a step on ranks whose
         optimizer has no state yet. It is no step of the training, and other ranks may not take it.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        copies = [parameter.detach().clone() for parameter in parameters]
-        self.inner.step()
+        begin(self.inner)
         self.inner.zero_grad()
-        with torch.no_grad():
-            for parameter, copy in zip(parameters, copies, strict=True):
-                parameter.copy_(copy)
-                for value in self.state[parameter].values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
 
 
 class PostLocalSGDOptimizer(_Wrapper):
@@ -158,6 +158,7 @@ class PostLocalSGDOptimizer(_Wrapper):
         self._hooks: dict[int, RemovableHandle] = {}  # by the id of the parameter
         self._accumulating = False
         self._synchronized = False
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._listen()
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -198,6 +199,11 @@ class PostLocalSGDOptimizer(_Wrapper):
             self._rounds.expect_no_changes()
         self._average_gradients()
         self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """As in ``horovod.torch``, around a :meth:`step` after :meth:`synchronize`, which here needs no telling."""
+        yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,11 +358,17 @@ class PostLocalSGDOptimizer(_Wrapper):
         averager = found.pop("averager", upstream)
         self.inner.load_state_dict(found)
         self.averager.load_state_dict(averager)
+        self._rounds = None  # ranks may have come to other phases: they agree afresh
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def __repr__(self) -> str:
         return f"PostLocalSGDOptimizer({self.averager!r}, {self.inner!r})"
+
+
+def _remove(hooks: Mapping[int, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
 
 
 def _check(optimizer: object, averager: object, optimizer_state: str, model: object) -> None:
