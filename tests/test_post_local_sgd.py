@@ -523,7 +523,7 @@ def test_gradients_that_a_scaler_has_unscaled_early(rank, size, synchronize):
         close([p.grad for p in model.parameters()], gradient_of_all(model, size, step))
 
 
-@dynamic(2)
+@dynamic(2, backends=("gloo",))
 def test_a_gradient_process_set_of_one_rank_needs_no_registration(rank):
     model = small_model(seed=rank)
     averager = PeriodicModelAverager(2, warmup_steps=1, timeout=20)
