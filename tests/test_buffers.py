@@ -262,7 +262,7 @@ def test_evaluation_in_inference_mode_leaves_later_rounds_possible(rank, flat):
 # ---- outside the schedule -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 def test_average_now_counts_nothing(rank, size):
     model = normalized(rank)
     with torch.no_grad():

@@ -110,7 +110,7 @@ def test_all_that_ends_a_training_finishes_what_is_under_way(rank):
     assert (weights[0] == 0.5 + rank).all()
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("saved_at", range(3, 8))
 def test_a_training_resumed_in_mid_flight_equals_an_unbroken_one(rank, size, saved_at):
     def fresh():

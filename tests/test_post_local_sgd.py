@@ -86,7 +86,7 @@ def close(found, expected, **tolerance):
 # ---- the algorithm ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 4)
+@on_gloo(2, 4)
 @pytest.mark.parametrize("optimizer_state", ["local", "average", "reset"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_every_step_follows_the_reference(rank, size, kind, optimizer_state):
@@ -225,7 +225,7 @@ def test_period_three_and_four_micro_batches_make_twelve(rank):
     assert rounds == [(2, 12), (5, 24)]
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("where", ["everywhere", "rank 1"])
 def test_a_second_backward_is_noticed(rank, size, where):
     model = small_model()
@@ -368,7 +368,7 @@ def test_lbfgs_on_its_own_may_take_any_number_of_evaluations(rank, size):
 # ---- mixed precision ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
+@on_gloo(2)
 @pytest.mark.parametrize("warmup_steps", [0, 100])
 @pytest.mark.parametrize("synchronize", [False, True])
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, size, warmup_steps, synchronize):
