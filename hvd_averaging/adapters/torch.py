@@ -144,13 +144,10 @@ class TorchAdapter:
 
 class _PendingIntegers(Polled):
     def __init__(self, hvd: Any, handle: int) -> None:
-        self._hvd, self._handle = hvd, handle
-
-    def done(self) -> bool:
-        return bool(self._hvd.poll(self._handle))
+        self._hvd, self._handles = hvd, [handle]
 
     def result(self) -> list[int]:
-        sums: list[int] = self._hvd.synchronize(self._handle).tolist()
+        sums: list[int] = self._hvd.synchronize(*self._handles).tolist()
         return sums
 
 
@@ -167,9 +164,6 @@ class _TorchBroadcast(Polled):
             )
             for number, block in enumerate(blocks, 1)
         ]
-
-    def done(self) -> bool:
-        return all(self._hvd.poll(handle) for handle in self._handles)
 
     @torch.no_grad()
     def result(self) -> Sequence[Any]:

@@ -82,7 +82,7 @@ class FlatReduction(Polled):
         self._strides = [tensor.stride() for tensor in tensors]
         self._in_place = [flat_of(bucket, tensors) is not None for bucket in buckets]
         self._devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]
-        self._handles: list[int] = []
+        self._handles = []
         self._sums: list[torch.Tensor] = []
         self._packed: list[bool] = []
 
@@ -90,9 +90,6 @@ class FlatReduction(Polled):
         self._header.copy_(torch.tensor(header))
         self._handles = [self._sum(self._header, "header")]
         return self
-
-    def done(self) -> bool:
-        return all(self._hvd.poll(handle) for handle in self._handles)
 
     def result(self) -> list[float]:
         for handle in self._handles:

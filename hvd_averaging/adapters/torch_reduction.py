@@ -25,8 +25,11 @@ WIRE = {"float32": torch.float32, "float64": torch.float64}
 class Polled:
     """Horovod wakes nobody up when a collective is done: one has to ask, and cannot stop waiting otherwise."""
 
+    _hvd: Any
+    _handles: Sequence[int]
+
     def done(self) -> bool:
-        raise NotImplementedError
+        return all(self._hvd.poll(handle) for handle in self._handles)
 
     def wait(self, timeout: float | None) -> bool:
         started, pause = time.monotonic(), _SHORTEST_PAUSE
@@ -59,7 +62,7 @@ class TorchReduction(Polled):
             for flat, bucket in zip(self._flat, buckets, strict=True)
             for piece in bucket.pieces
         ]
-        self._handles: list[int] = []
+        self._handles = []
 
     @torch.no_grad()
     def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
@@ -79,9 +82,6 @@ class TorchReduction(Polled):
             [self._flat[bucket]], name=self._names[bucket], op=self._hvd.Sum, process_set=self._members.process_set
         )
         return handle
-
-    def done(self) -> bool:
-        return all(self._hvd.poll(handle) for handle in self._handles)
 
     def result(self) -> list[float]:
         for handle in self._handles:

@@ -15,7 +15,7 @@ import torch
 
 from .. import header as headers
 from ..adapters import Adapter, Pending
-from ..adapters.torch_reduction import TorchReduction
+from ..adapters.torch_reduction import TorchReduction, wire_view
 from ..agreement import Claim
 from ..channel import Channel
 from ..collect import Collected
@@ -214,22 +214,18 @@ class _GradientReduction(TorchReduction):
             if source is None:
                 view.zero_()
             else:
-                view.copy_(_wire(source)[index])
+                view.copy_(wire_view(source)[index])
         if source is not None and early:
             self._packed[number] = source, source._version, _norm(source)
 
     def _unpack(self, number: int, target: torch.Tensor, contributors: int) -> None:
         for _, index, view in self._views_of[number]:
-            torch.div(view, contributors, out=_wire(target)[index])
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            torch.div(view, contributors, out=wire_view(target)[index])
 
 
 @torch.no_grad()
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    wire = _wire(gradient)
+    wire = wire_view(gradient)
     norm: torch.Tensor = torch.linalg.vector_norm(wire, dtype=torch.promote_types(wire.dtype, torch.float32))
     return norm
 
