@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from .world import BACKENDS, PLACE, Place, World, place_of, places
 MARKER = (
     "ranks(*sizes, backends=('gloo', 'mpi'), limit=30, framework='torch', env=None): run the test on that many ranks"
 )
+
+# The ranks of the next world import what they need while the last so many tests of this one run; not earlier, since
+# ranks that wait take some of the processors, too.
+LAST_TESTS = 15
 
 HorovodRun = Callable[..., launch.Launched]
 
@@ -113,7 +118,11 @@ class OuterSession:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self._items: list[pytest.Item] = []
+        self._positions: dict[pytest.Item, int] = {}
         self._team: Team | None = None
+        self._next_team: Team | None = None
+        self._closer = ThreadPoolExecutor(1)
+        self._closing: list[Future[None]] = []
         self._unstartable: dict[World, StartError] = {}
         self._skips: dict[str, int] = {}
 
@@ -128,6 +137,7 @@ class OuterSession:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._items = session.items
+        self._positions = {item: position for position, item in enumerate(session.items)}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -144,6 +154,11 @@ class OuterSession:
 
     def pytest_sessionfinish(self) -> None:
         self._end_team()
+        if self._next_team is not None:
+            self._next_team.close()
+        for closed in self._closing:
+            closed.result()
+        self._closer.shutdown()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for backend, count in self._skips.items():
@@ -167,6 +182,7 @@ class OuterSession:
         except StartError as error:
             return self._explain(item, world, error)
         start_seconds = time.monotonic() - began
+        self._look_ahead(item)
         outcomes = team.run(item.nodeid, following, place.limit)
         reports = list(verdict.reports(item, outcomes, place.limit, team.launcher_news(), self._revive))
         reports[0].duration += start_seconds  # it is a set-up that the tests of a world share
@@ -181,13 +197,25 @@ class OuterSession:
         self._end_team()
         if world in self._unstartable:
             raise self._unstartable[world]
-        self._team = Team(world, self._arguments(world))
-        return self._team
+        team, self._next_team = self._next_team, None
+        if team is not None and team.world != world:  # this one is in the way of another world that ended too early
+            self._next_team, team = team, None
+        team = team or Team(world, self._arguments(world))
+        team.meet()
+        self._team = team
+        return team
+
+    def _look_ahead(self, item: pytest.Item) -> None:
+        """Start the next world's ranks if few tests of this one are left."""
+        ahead = self._items[self._positions[item] + 1 :][:LAST_TESTS]
+        following = next((world for world in map(_world, ahead) if world not in (None, _world(item))), None)
+        if following is not None and self._next_team is None and following not in self._unstartable:
+            self._next_team = Team(following, self._arguments(following))
 
     def _end_team(self) -> None:
         team, self._team = self._team, None
-        if team is not None:
-            team.close()
+        if team is not None:  # Open MPI's launcher takes seconds to end
+            self._closing.append(self._closer.submit(team.close))
 
     def _explain(self, item: pytest.Item, world: World, error: StartError) -> Iterable[pytest.TestReport]:
         """Only Horovod's own word that it lacks the backend makes a failed start a skip."""

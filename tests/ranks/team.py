@@ -109,7 +109,7 @@ class Member:
 
 
 class Team:
-    """All ranks of one launch. Once a test has gone wrong on any of them, the team is over."""
+    """All ranks of one launch, to be met before they run anything. Once a test has gone wrong, the team is over."""
 
     def __init__(self, world: World, pytest_arguments: Sequence[str]) -> None:
         self.world = world
@@ -118,8 +118,27 @@ class Team:
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._launch_log = Log(self._directory / "launch.log")
         self._members: list[Member] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._directory / "socket"))
+        self._listener.listen(world.np)
+        self._listener.settimeout(0.1)
+        own = ["--directory", str(self._directory), "--framework", world.framework]
+        command = [sys.executable, "-m", __package__, *own, *pytest_arguments]
+        # Each rank writes to a log of its own, which must hold everything when the rank is killed.
+        env = {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **dict(world.env)}
+        self._launch = Launch(world.np, command, world.backend, env, self._launch_log.path)
+
+    def meet(self) -> None:
+        """Wait until all ranks are there, which raises ``StartError`` and closes the team if they do not come."""
         try:
-            self._start(pytest_arguments)
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(self._members) < self.world.np:
+                if time.monotonic() > deadline:
+                    raise self._start_error(f"not all ranks were there after {START_LIMIT_S:.0f} s")
+                if self._launch.process.poll() is not None:
+                    raise self._start_error(f"the launch ended with exit code {self._launch.process.returncode}")
+                with contextlib.suppress(TimeoutError):
+                    self._welcome(Connection(self._listener.accept()[0].detach()))
         except BaseException:
             self.close()
             raise
@@ -150,28 +169,10 @@ class Team:
         """End the ranks, by force: the tests are over, and to shut down Horovod and MPI in order takes seconds."""
         self.over = True
         self._launch.kill()
+        self._listener.close()
         for member in self._members:
             member.connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _start(self, pytest_arguments: Sequence[str]) -> None:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._directory / "socket"))
-            listener.listen(self.world.np)
-            listener.settimeout(0.1)
-            own = ["--directory", str(self._directory), "--framework", self.world.framework]
-            command = [sys.executable, "-m", __package__, *own, *pytest_arguments]
-            # Each rank writes to a log of its own, which must hold everything when the rank is killed.
-            env = {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **dict(self.world.env)}
-            self._launch = Launch(self.world.np, command, self.world.backend, env, self._launch_log.path)
-            deadline = time.monotonic() + START_LIMIT_S
-            while len(self._members) < self.world.np:
-                if time.monotonic() > deadline:
-                    raise self._start_error(f"not all ranks were there after {START_LIMIT_S:.0f} s")
-                if self._launch.process.poll() is not None:
-                    raise self._start_error(f"the launch ended with exit code {self._launch.process.returncode}")
-                with contextlib.suppress(TimeoutError):
-                    self._welcome(Connection(listener.accept()[0].detach()))
 
     def _welcome(self, connection: Connection) -> None:
         try:
