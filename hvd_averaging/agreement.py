@@ -21,8 +21,9 @@ _PRESENCES = tuple(Presence)
 class Claim:
     """What one rank brings to the agreement.
 
-    ``settings`` describes the averager (class, schedule, name); ``memory`` how the tensors lie in memory, 0 where they
-    must be packed; ``failure`` is why this rank cannot take part.
+    ``settings`` describes the averager (class, schedule, name); ``basis`` is a hash of what a shorter way to average
+    rests on (how the tensors lie in memory, or the anchor), 0 without one; ``failure`` is why this rank cannot take
+    part.
     """
 
     step: int
@@ -30,7 +31,7 @@ class Claim:
     settings: str
     layout: Layout
     failure: Exception | None = None
-    memory: int = 0
+    basis: int = 0
 
     def encode(self) -> list[int]:
         return [
@@ -40,7 +41,7 @@ class Claim:
             len(self.layout.entries),
             self.layout.fingerprint,
             fingerprint(self.settings),
-            self.memory,
+            self.basis,
         ]
 
 
@@ -48,12 +49,12 @@ class Claim:
 class Agreement:
     """What all ranks found out together.
 
-    ``step`` is the largest that any rank has reached (ranks that join may be behind); ``in_place`` whether the tensors
-    of all ranks lie alike in memory, so that they need not be packed.
+    ``step`` is the largest that any rank has reached (ranks that join may be behind); ``same_basis`` whether all ranks
+    have a basis, and the same one.
     """
 
     step: int
-    in_place: bool
+    same_basis: bool
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class _Row:
     entries: int
     layout: int
     settings: int
-    memory: int
+    basis: int
 
 
 def agree(claim: Claim, channel: Channel) -> Agreement:
@@ -83,8 +84,8 @@ def agree(claim: Claim, channel: Channel) -> Agreement:
     _check_leaving(rows, channel)
     _check_layouts(rows, claim, channel)
     _check_steps(rows, channel)
-    in_place = _equal(row.memory for row in rows.values()) and claim.memory != 0
-    return Agreement(max(row.step for row in rows.values()), in_place)
+    same_basis = _equal(row.basis for row in rows.values()) and claim.basis != 0
+    return Agreement(max(row.step for row in rows.values()), same_basis)
 
 
 def _check_failures(rows: Mapping[int, _Row], claim: Claim, channel: Channel) -> None:

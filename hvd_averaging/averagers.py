@@ -8,6 +8,7 @@ how, is in ``collect`` and ``round``.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from .header import Presence
 from .members import check_process_set, members
 from .process_sets import hierarchy, initialized
 from .round import Round, Rounds
+from .wire import WireRounds, check_wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,6 +55,13 @@ class ModelAverager(ABC):
             normalization) becomes that of all replicas' data together, ``E[var] + Var[mean]`` by the law of total
             variance with equally weighted replicas, whole numbers without dimensions are taken for counters and become
             the maximum, and others stay. ``"broadcast"``: all become those of the first rank of the process set.
+        wire: what travels in a round (PyTorch only). ``None``: the parameters. ``"fp16"``, ``"bf16"``, ``"int8"``: how
+            far they have moved from the last agreed weights, in 2, 2 and 4 times fewer bytes than float32 takes
+            (8-bit integers with a scale for every 512 elements). What that leaves out is kept and goes along with the
+            next change (error feedback), sums are formed in float32, and all ranks end a round with the same weights.
+            The first round, :meth:`average_now`, :meth:`averaged`, and rounds with a rank in ``hvd.join()`` or with
+            changes that are infinite, NaN or too large for float16, send the parameters as they are; buffers always
+            travel so. Takes two more copies of the parameters in memory, and up to three of what travels.
 
     As a context manager an averager checks at the end that all ranks counted the same number of steps, and raises
     :class:`StepMismatchError` on every rank if not; when the block ends by an exception, it does nothing.
@@ -67,6 +76,7 @@ class ModelAverager(ABC):
         name: str | None = None,
         bucket_bytes: int | None = None,
         buffers: str = "local",
+        wire: str | None = None,
     ) -> None:
         if process_set is not None and process_group is not None:
             raise TypeError("process_set and process_group mean the same: pass only one of them.")
@@ -77,18 +87,26 @@ class ModelAverager(ABC):
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is a positive number of bytes, or None; not {bucket_bytes!r}.")
         check_buffers(buffers)
+        check_wire(wire)
         self._counter: Any = 0  # or a variable of the framework, once a graph counts
         self._last_round: int | None = None
         self._first: weakref.ref[Any] | None = None
         self._name = name or type(self).__name__
         self._process_set = process_set
         self._timeout, self._bucket_bytes, self._buffers = timeout, bucket_bytes, buffers
+        self._wire = wire
         self._pauses = 0
         self._warned_of_buffers = False
         self._rounds = self._make_rounds(self._name, process_set)
 
     def _make_rounds(self, name: str, process_set: Any) -> Rounds:
+        if self._wire is not None:
+            return WireRounds(name, process_set, self._timeout, self._bucket_bytes, self._buffers, self._wire)
         return Rounds(name, process_set, self._timeout, self._bucket_bytes, self._buffers)
+
+    def _all_rounds(self) -> Sequence[Rounds]:
+        """Every place where rounds of this averager happen."""
+        return [self._rounds]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None, "_counter": self.step}
@@ -146,6 +164,11 @@ class ModelAverager(ABC):
     def buffers(self) -> str:
         """What a round does with a model's buffers: ``"local"``, ``"average"`` or ``"broadcast"``."""
         return self._buffers
+
+    @property
+    def wire(self) -> str | None:
+        """What the change of the parameters travels in; ``None``: the parameters travel as they are."""
+        return self._wire
 
     @outside_autograph
     def average_parameters(self, params: object, *, steps: int = 1) -> Round | None:
@@ -224,7 +247,7 @@ class ModelAverager(ABC):
 
     def _average_unscheduled(self, params: object) -> Round | None:
         # Told apart from a round of the schedule, which other ranks may be in by mistake.
-        met = self._rounds.run(params, self.step, f"{self.describe()}, outside its schedule")
+        met = self._rounds.run(params, self.step, f"{self.describe()}, outside its schedule", exact=True)
         return None if met is None else met[0]
 
     @contextmanager
@@ -365,8 +388,13 @@ class ModelAverager(ABC):
                 return done
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold to resume: ``{"step": int}``."""
-        return {"step": self.step}
+        """What a checkpoint must hold to resume: ``"step"``, and with a ``wire`` the anchor and what was left out.
+
+        What was left out is each rank's own: save on every rank to resume exactly. Where it is another rank's, it is
+        not used, which costs no more than the rounding of one round.
+        """
+        states = [rounds.state() for rounds in self._all_rounds() if isinstance(rounds, WireRounds)]
+        return {"step": self.step, **({"wire": states} if any(states) else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from :meth:`state_dict`, on every rank. Without a ``"step"`` in it: a warning, and step 0."""
@@ -377,6 +405,10 @@ class ModelAverager(ABC):
                 stacklevel=2,
             )
         self.step = int(state_dict.get("step", 0))
+        wired = [rounds for rounds in self._all_rounds() if isinstance(rounds, WireRounds)]
+        states = state_dict.get("wire", ())
+        for rounds, state in itertools.zip_longest(wired, states[: len(wired)]):
+            rounds.resume(state)
 
     def __enter__(self) -> Self:
         return self
@@ -403,7 +435,7 @@ class PeriodicModelAverager(ModelAverager):
     Args:
         period: optimizer steps from one round to the next, at least 1.
         warmup_steps: optimizer steps before the first round, at least 0.
-        process_set, process_group, timeout, name, bucket_bytes, buffers: see :class:`ModelAverager`.
+        process_set, process_group, timeout, name, bucket_bytes, buffers, wire: see :class:`ModelAverager`.
         delay: optimizer steps that training goes on while a round is under way (PyTorch only). The round is over a copy
             taken at its step; ``delay`` steps later every rank adds ``mean(copy) - copy``, so that the steps taken
             meanwhile are kept. Less than ``period``. The call that ends a round returns it.
@@ -434,6 +466,7 @@ class PeriodicModelAverager(ModelAverager):
         name: str | None = None,
         bucket_bytes: int | None = None,
         buffers: str = "local",
+        wire: str | None = None,
         delay: int = 0,
         fragments: int = 1,
     ) -> None:
@@ -444,6 +477,7 @@ class PeriodicModelAverager(ModelAverager):
             name=name,
             bucket_bytes=bucket_bytes,
             buffers=buffers,
+            wire=wire,
         )
         self.warmup_steps = _whole_warmup(warmup_steps)
         self.period = operator.index(period)
@@ -458,14 +492,21 @@ class PeriodicModelAverager(ModelAverager):
         self.delay, self.fragments = operator.index(delay), operator.index(fragments)
         _check_parts(self)
         self._parts = Fragments(self.fragments, self.delay, self._make_part) if self._in_parts else None
+        if self._parts is not None:  # what is left for the whole is exact: no anchor of it is kept
+            self._rounds = Rounds(self.name, process_set, timeout, bucket_bytes, buffers)
 
     @property
     def _in_parts(self) -> bool:
         return self.delay > 0 or self.fragments > 1
 
     def _make_part(self, part: str) -> Rounds:
-        kind = DelayedRounds if self.delay else Rounds
-        return kind(f"{self.name}, {part}", self.process_set, self.timeout, self._bucket_bytes)
+        name = f"{self.name}, {part}"
+        if self.delay:
+            return DelayedRounds(name, self.process_set, self.timeout, self._bucket_bytes)
+        return self._make_rounds(name, self.process_set)
+
+    def _all_rounds(self) -> Sequence[Rounds]:
+        return [self._rounds] if self._parts is None else self._parts.rounds
 
     def due(self, step: int) -> bool:
         # Written so that it also serves a counter in a TensorFlow graph.
@@ -533,7 +574,7 @@ class HierarchicalModelAverager(ModelAverager):
             strictly together, each size divides the next, and the last is the size of the process set.
         warmup_steps: optimizer steps before the first round, at least 0.
         process_set: the ranks that the largest groups consist of; ``None`` is all ranks.
-        process_group, timeout, name, bucket_bytes, buffers: see :class:`ModelAverager`.
+        process_group, timeout, name, bucket_bytes, buffers, wire: see :class:`ModelAverager`.
 
     Raises:
         ValueError: on all ranks, for a dict that is not like that, or a negative ``warmup_steps``.
@@ -556,6 +597,7 @@ class HierarchicalModelAverager(ModelAverager):
         name: str | None = None,
         bucket_bytes: int | None = None,
         buffers: str = "local",
+        wire: str | None = None,
     ) -> None:
         super().__init__(
             process_set,
@@ -564,6 +606,7 @@ class HierarchicalModelAverager(ModelAverager):
             name=name,
             bucket_bytes=bucket_bytes,
             buffers=buffers,
+            wire=wire,
         )
         self.warmup_steps = _whole_warmup(warmup_steps)
         self.period_group_size_dict = dict(sorted(period_group_size_dict.items()))
@@ -591,6 +634,9 @@ class HierarchicalModelAverager(ModelAverager):
             "surplus), or use PeriodicModelAverager."
         )
 
+    def _all_rounds(self) -> Sequence[Rounds]:
+        return list(self._levels.values())
+
     def _rounds_at(self, step: int) -> Rounds:
         return next(rounds for period, rounds in reversed(self._levels.items()) if step % period == 0)
 
@@ -611,6 +657,8 @@ def _check_parts(averager: PeriodicModelAverager) -> None:
         raise ValueError(f"delay is from 0 to {period - 1} steps, so that a round ends before the next; not {delay}.")
     if fragments < 1 or period % fragments:
         raise ValueError(f"fragments must divide the period, {period}; {fragments} does not.")
+    if delay and averager.wire is not None:
+        raise ValueError(f"wire={averager.wire!r} works without delay only.")
     if (delay or fragments > 1) and averager.buffers != "local":
         raise ValueError(f"buffers={averager.buffers!r} works without delay and fragments only.")
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .adapters import Adapter, Pending
 from .errors import AveragingTimeoutError, collective_error, list_of_ranks
 from .members import Members
 
+Begun = TypeVar("Begun")
+
 _TEXT_LENGTH = 240  # bytes
-_UNTOUCHED = "The parameters here are as they were before."
+UNTOUCHED = "The parameters here are as they were before."
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Channel:
         rows = self.gather(list(line), topic)
         return {rank: bytes(row).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 
-    def begin(self, begin: Callable[[], Pending]) -> Pending:
-        """Begin a collective that is waited for later.
+    def begin(self, begin: Callable[[], Begun]) -> Begun:
+        """Begin collectives that are waited for later.
 
         Raises:
             CollectiveError: Horovod gave up on it.
@@ -70,7 +72,7 @@ class Channel:
         except HorovodInternalError as error:
             raise collective_error(f"{self.where}: this could not begin. Horovod says: {error}") from error
 
-    def complete(self, begin: Callable[[], Pending], aftermath: str = _UNTOUCHED) -> Sequence[Any]:
+    def complete(self, begin: Callable[[], Pending], aftermath: str = UNTOUCHED) -> Sequence[Any]:
         """Begin a collective and wait for its result.
 
         Args:

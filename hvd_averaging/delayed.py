@@ -79,7 +79,7 @@ class DelayedRounds(Rounds):
                 raise failure
             return
         source = collected.tensors if snapshot is None else _restored(collected, snapshot)
-        claim = Claim(step, Presence.AVERAGING, settings, collected.layout, failure)
+        claim = Claim(step, Presence.AVERAGING, settings + self._travel(), collected.layout, failure)
         try:
             agreed, packed, start = self._prepare(claim, source, True, channel)
             pending = channel.begin(start)
@@ -110,7 +110,7 @@ class DelayedRounds(Rounds):
             )
         cast(DelayedReduction, agreed.reduction).add_change(tensors, tally.contributors)
         seconds = it.seconds + time.perf_counter() - started
-        return Round(it.claim.step, seconds, agreed.bytes, len(tensors), tally.contributors)
+        return Round(it.claim.step, seconds, agreed.reduction.bytes, len(tensors), tally.contributors)
 
     def forget(self) -> None:
         """Let the round under way come to nothing, on every rank: something else has been loaded."""
@@ -126,11 +126,11 @@ class DelayedRounds(Rounds):
             self._give_up(error)
             raise
 
-    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+    def _basis(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         return 0  # training goes on in the parameters, so that they cannot be summed where they lie
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
     ) -> DelayedReduction:
         return channel.adapter.delayed_reduction(buckets, tensors, name, channel.members)
 
@@ -166,7 +166,7 @@ class Fragments:
 
     def __init__(self, count: int, delay: int, make: Callable[[str], Rounds]) -> None:
         self.delay = delay
-        self._rounds = [make(f"part {number} of {count}") for number in range(1, count + 1)]
+        self.rounds = [make(f"part {number} of {count}") for number in range(1, count + 1)]
         self._interrupted: list[Mapping[str, Any]] = []
 
     def advance(self, params: object, step: int, due: int | None, settings: str) -> Round | None:
@@ -178,8 +178,8 @@ class Fragments:
                 done = delayed.finish(self._part(params, number))
         if due is None:
             return done
-        part = self._part(params, due % len(self._rounds))
-        rounds = self._rounds[due % len(self._rounds)]
+        part = self._part(params, due % len(self.rounds))
+        rounds = self.rounds[due % len(self.rounds)]
         if isinstance(rounds, DelayedRounds):
             rounds.begin(part, step, settings)
             return done
@@ -210,22 +210,22 @@ class Fragments:
     def _under_way(self) -> list[tuple[int, DelayedRounds]]:
         return [
             (number, rounds)
-            for number, rounds in enumerate(self._rounds)
+            for number, rounds in enumerate(self.rounds)
             if isinstance(rounds, DelayedRounds) and rounds.is_under_way
         ]
 
     def _begin_again(self, params: object, settings: str) -> None:
         while self._interrupted:
             it = self._interrupted.pop(0)
-            rounds = self._rounds[it["part"]]
+            rounds = self.rounds[it["part"]]
             assert isinstance(rounds, DelayedRounds), "without a delay nothing is ever under way"
             rounds.begin(self._part(params, it["part"]), it["step"], settings, it["snapshot"])
 
     def _part(self, params: object, number: int) -> object:
-        if len(self._rounds) == 1:
+        if len(self.rounds) == 1:
             return params
         collected, failure = collect_or_explain(params)
         if failure is not None:
             return params  # for the round to explain to all ranks
-        entries = collected.layout.fragments(len(self._rounds))[number]
+        entries = collected.layout.fragments(len(self.rounds))[number]
         return [(collected.layout.entries[entry].name, collected.tensors[entry]) for entry in entries]

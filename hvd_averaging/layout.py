@@ -25,9 +25,10 @@ _WIRE_DTYPE = {"float64": "float64", "complex128": "float64"}
 Shape = tuple[int, ...]
 
 
-def fingerprint(text: str) -> int:
-    """A 63-bit hash of ``text`` that is the same in every process (unlike ``hash``)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+def fingerprint(content: str | bytes | memoryview) -> int:
+    """A 63-bit hash that is the same in every process (unlike ``hash``)."""
+    data = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Entry:
     """One parameter: its name, shape, dtype (such as ``"bfloat16"``) and kind of device (``"cpu"``, ``"cuda"``).
 
     ``place`` tells several devices of one process apart, by order of appearance: the number of a device may differ
-    between ranks, the order may not. What shares no buckets with the parameters has places of its own, too.
+    between ranks, the order may not. What shares no buckets with the parameters has places of its own, too. ``exact``
+    is what must not be rounded on its way, such as counters.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Entry:
     dtype: str
     device: str = "cpu"
     place: int = 0
+    exact: bool = False
 
     def __str__(self) -> str:
         where = "" if self.device == "cpu" else f" on {self.device}"
@@ -85,6 +88,7 @@ class Bucket:
     device: str
     place: int
     pieces: tuple[Piece, ...]
+    exact: bool = False
 
     @property
     def elements(self) -> int:
@@ -106,9 +110,9 @@ class Layout:
         return fingerprint(",".join(str(entry.fingerprint) for entry in self.entries))
 
     def __add__(self, other: Layout) -> Layout:
-        """Both, in buckets apart, so that those of the one are the same with and without the other."""
+        """Both, in buckets apart, so that those of the one are the same with and without the other, which is exact."""
         first_place = 1 + max((entry.place for entry in self.entries), default=-1)
-        others = (replace(entry, place=entry.place + first_place) for entry in other.entries)
+        others = (replace(entry, place=entry.place + first_place, exact=True) for entry in other.entries)
         return Layout((*self.entries, *others))
 
     def fragments(self, count: int) -> list[range]:
@@ -136,16 +140,16 @@ class Layout:
         for kind, group in itertools.groupby(
             sorted(enumerate(self.entries), key=lambda item: _kind(item[1])), key=lambda item: _kind(item[1])
         ):
-            place, device, dtype = kind
+            place, device, dtype, exact = kind
             limit = MAX_BUCKET_ELEMENTS - reserve
             if bucket_bytes is not None:
                 limit = max(2, min(limit, bucket_bytes // WIRE_ITEMSIZE[dtype]))  # complex pairs stay together
-            buckets += (Bucket(dtype, device, place, pieces) for pieces in _fill(group, limit))
+            buckets += (Bucket(dtype, device, place, pieces, exact) for pieces in _fill(group, limit))
         return tuple(buckets) or (Bucket("float32", "cpu", 0, ()),)
 
 
-def _kind(entry: Entry) -> tuple[int, str, str]:
-    return entry.place, entry.device, entry.wire_dtype
+def _kind(entry: Entry) -> tuple[int, str, str, bool]:
+    return entry.place, entry.device, entry.wire_dtype, entry.exact
 
 
 def _fill(entries: Iterable[tuple[int, Entry]], limit: int) -> Iterator[tuple[Piece, ...]]:

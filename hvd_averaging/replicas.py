@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from .collect import Collected, collect_or_explain, restoring
 from .companions import check_buffers
 from .errors import list_of_ranks
 from .header import Presence
+from .layout import fingerprint
 from .members import check_process_set, members
 from .round import Round, Rounds
 
@@ -150,7 +150,7 @@ def check_replicas(
     if talk is None:
         return None
     collected, channel = talk
-    hashes = [_hash(channel.adapter.bytes_of(tensor)) for tensor in collected.tensors]
+    hashes = [fingerprint(channel.adapter.bytes_of(tensor)) for tensor in collected.tensors]
     rows = channel.gather(hashes, f"hashes.{len(hashes)}")
     reference = next(iter(rows.values()))
     differences = []
@@ -172,7 +172,3 @@ def _meet(
         return None
     agree(Claim(0, Presence.AVERAGING, settings, collected.layout, failure), channel)
     return collected, channel
-
-
-def _hash(data: bytes | memoryview) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import header as headers
 from .adapters import Adapter, Pending, Reduction
 from .agreement import Claim, agree
-from .channel import Channel
+from .channel import UNTOUCHED, Channel
 from .collect import Collected, collect, collect_or_explain
 from .errors import AveragingError, AveragingTimeoutError, CollectiveError
 from .header import Header, Presence, Tally
@@ -58,12 +58,9 @@ class Agreed:
     members: Members
     layout: Layout
     buckets: tuple[Bucket, ...]
-    memory: int
+    basis: int
+    same_basis: bool
     reduction: Reduction
-
-    @property
-    def bytes(self) -> int:
-        return sum(bucket.bytes for bucket in self.buckets)
 
 
 class Rounds:
@@ -109,8 +106,11 @@ class Rounds:
         settings: str,
         presence: Presence = Presence.AVERAGING,
         contributes: bool = True,
+        exact: bool = False,
     ) -> tuple[Round, Tally] | None:
         """Meet the other ranks and, unless this rank leaves, average ``params`` over those that contribute.
+
+        ``exact`` asks for the mean of the parameters as they are, where otherwise less would travel.
 
         Returns:
             What was done and who took part, or ``None`` on a rank outside the process set.
@@ -130,9 +130,9 @@ class Rounds:
             tally = Tally.decode(Header(step, 0, presence, contributes).encode())
             return Round(step, time.perf_counter() - started, 0, len(collected.tensors), tally.contributors), tally
         cargo, whole = self._load(collected, channel)
-        claim = Claim(step, presence, settings, whole.layout, failure)
+        claim = Claim(step, presence, settings + self._travel(), whole.layout, failure)
         try:
-            agreed, tally = self._reduce(claim, whole.tensors, contributes, channel)
+            agreed, tally = self._reduce(claim, whole.tensors, contributes, channel, exact=exact)
         except AveragingError as error:
             self._give_up(error)
             raise
@@ -141,15 +141,19 @@ class Rounds:
             if cargo is not None:
                 cargo.unload(collected.companions, tally.contributors)
         seconds = time.perf_counter() - started
-        return Round(step, seconds, agreed.bytes, len(whole.tensors), tally.contributors), tally
+        return Round(step, seconds, agreed.reduction.bytes, len(whole.tensors), tally.contributors), tally
 
     def line_up(self, step: int, settings: str) -> int:
         """The largest step that any rank is at. All ranks of the process set call it together."""
         if self._agreed is None:  # alone: nothing was ever agreed
             return step
-        claim = Claim(step, Presence.JOINING, settings, self._agreed.layout)
+        claim = Claim(step, Presence.JOINING, settings + self._travel(), self._agreed.layout)
         agreed = self._agreed
         return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call)).step
+
+    def _travel(self) -> str:
+        """What ranks must agree about besides the schedule, or their collectives would not meet."""
+        return "" if self.bucket_bytes is None else f", bucket_bytes={self.bucket_bytes}"
 
     def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
         if presence is Presence.LEAVING:
@@ -189,6 +193,7 @@ class Rounds:
         contributes: bool,
         channel: Channel,
         started: Callable[[], Pending] | None = None,
+        exact: bool = False,
     ) -> tuple[Agreed, Tally]:
         """Run the collective, after as much talk as it takes for every rank to be sure of every other.
 
@@ -202,8 +207,9 @@ class Rounds:
                 assert self._agreed is not None, "agreed upon before it was started"
                 agreed = self._agreed
             tally = Tally.decode(channel.complete(started))
-            if tally.sound:
-                self._complete_rest(agreed.reduction.rest(packed), channel)
+            if tally.sound and tally.contributors:
+                complete = tally.present == channel.members.size and not exact
+                self._complete_rest(agreed.reduction, packed, tally.contributors, complete, channel)
             if tally.sound or (tally.leaving == tally.present and tally.same_step):
                 return agreed, tally
             self._agreed, started = self._agree(claim, tensors, channel), None
@@ -217,15 +223,18 @@ class Rounds:
         agreed = self._agreed
         able = self._fits(claim, tensors, agreed)
         contributes = contributes and claim.presence is not Presence.LEAVING
-        agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}")
+        agreement = fingerprint(f"{claim.settings}|{agreed.layout.fingerprint}|{agreed.reduction.history}")
         header = Header(claim.step, agreement, claim.presence, contributes and able, able)
         # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
         packed = tensors if header.contributes else None
         return agreed, packed, partial(agreed.reduction.start, packed, header.encode())
 
-    def _complete_rest(self, rest: Pending | None, channel: Channel) -> None:
+    def _complete_rest(
+        self, reduction: Reduction, packed: Sequence[Any] | None, contributors: int, complete: bool, channel: Channel
+    ) -> None:
+        rest = channel.begin(lambda: reduction.rest(packed, contributors, complete))
         if rest is not None:
-            channel.complete(lambda: rest, _SUMMED)
+            channel.complete(lambda: rest, _SUMMED if reduction.overwrites else UNTOUCHED)
 
     def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: Agreed) -> bool:
         """Whether what this rank brings is what was agreed."""
@@ -233,32 +242,32 @@ class Rounds:
             return claim.failure is None
         if claim.layout.fingerprint != agreed.layout.fingerprint:
             return False
-        return self._memory(agreed.adapter, agreed.buckets, tensors) == agreed.memory
+        return self._basis(agreed.adapter, agreed.buckets, tensors) == agreed.basis
 
-    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+    def _basis(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         return adapter.memory(buckets, tensors)
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
     ) -> Reduction:
-        return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place)
+        return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place=same_basis)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> Agreed:
         buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
-        memory = self._memory(channel.adapter, buckets, tensors)
+        basis = self._basis(channel.adapter, buckets, tensors)
         known = self._agreed
         same = known is not None and known.layout.fingerprint == claim.layout.fingerprint
-        if known is not None and same and known.memory and not memory:
+        if known is not None and same and known.basis and not basis:
             warnings.warn(
                 f"{self.name}: the parameters no longer lie in one piece of memory (they were moved, converted or "
                 "replaced), so they are packed again. Call flatten_parameters once more to avoid that.",
                 stacklevel=6,
             )
-        in_place = agree(replace(claim, memory=memory), channel).in_place
+        same_basis = agree(replace(claim, basis=basis), channel).same_basis
         # The layout is part of the name, so that the averagers of two models can share the averager's name.
         name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
-        reduction = self._make_reduction(buckets, tensors, name, channel, in_place)
-        return Agreed(channel.adapter, channel.members, claim.layout, buckets, memory, reduction)
+        reduction = self._make_reduction(buckets, tensors, name, channel, same_basis)
+        return Agreed(channel.adapter, channel.members, claim.layout, buckets, basis, same_basis, reduction)
 
     def _give_up(self, error: AveragingError) -> None:
         """After these the ranks no longer know of each other where they are."""

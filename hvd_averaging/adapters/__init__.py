@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..companions import Companion
@@ -38,17 +38,33 @@ class Pending(Protocol):
         """The outcome; called once, when done. Raises ``HorovodInternalError`` when the collective failed."""
 
 
-class Reduction(Pending, Protocol):
+class Reduction(Protocol):
     """The buffers of one layout on one process set, used again in every round."""
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether sums are formed where the parameters lie, so that they are lost if that fails."""
+
+    @property
+    def bytes(self) -> int:
+        """What this rank has handed to the collectives of the last round, headers aside."""
+
+    @property
+    def history(self) -> int:
+        """What a rank that was away has missed: how many rounds others rest on, or 0 if none does."""
+
     def start(self, tensors: Sequence[Any] | None, header: Sequence[float]) -> Pending:
-        """Pack ``tensors`` (``None``: zeros) and ``header`` and begin to sum them over the process set."""
+        """Begin to sum ``header`` over the process set, which is the result, and if nothing has to wait ``tensors``.
 
-    def result(self) -> Sequence[float]:
-        """The sum of the headers over the ranks."""
+        With ``None`` for the tensors, this rank contributes zeros.
+        """
 
-    def rest(self, tensors: Sequence[Any] | None) -> Pending | None:
-        """Begin what has to wait until all headers are known to be sound; ``None`` if there is nothing."""
+    def rest(self, tensors: Sequence[Any] | None, contributors: int, complete: bool) -> Pending | None:
+        """Begin what has to wait until all headers are known to be sound; ``None`` if there is nothing.
+
+        ``complete`` is whether all ranks of the process set are there, none of them in ``hvd.join()``, and the caller
+        wants no better than an approximate mean.
+        """
 
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""
@@ -65,6 +81,16 @@ class DelayedReduction(Reduction, Protocol):
 
     def copies(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """The copy, as tensors like ``tensors``."""
+
+
+class WireReduction(Reduction, Protocol):
+    """A reduction of changes since the last agreed weights, in fewer bytes."""
+
+    def state(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Tensors by the names of the entries: ``"anchor"`` and ``"residual"``; ``"shard_residuals"``, a list."""
+
+    def restore(self, entries: Sequence[Entry], state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; without residuals, if those are not there."""
 
 
 class Adapter(Protocol):
@@ -112,6 +138,11 @@ class Adapter(Protocol):
         self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members
     ) -> DelayedReduction:
         """Like :meth:`reduction`, with a copy. Raises ``AveragingError`` if the framework cannot go on meanwhile."""
+
+    def wire_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, wire: str
+    ) -> WireReduction:
+        """Like :meth:`reduction`, in one of ``wire.WIRES``. Raises ``AveragingError`` if the framework has none."""
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         """Begin to sum 64-bit integers over the process set."""

@@ -23,7 +23,7 @@ from ..companions import Companion, Rule
 from ..errors import AveragingError
 from ..layout import Bucket, Entry, Piece
 from ..members import Members
-from . import DelayedReduction, Pending
+from . import DelayedReduction, Pending, WireReduction
 
 _WIRE = {"float32": tf.float32, "float64": tf.float64}
 _LONGEST_BLOCK = 2**31 - 1  # bytes in one broadcast
@@ -123,6 +123,11 @@ class TensorFlowAdapter:
         self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members
     ) -> DelayedReduction:
         raise AveragingError("delay works with PyTorch only, so far: use delay=0.")
+
+    def wire_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, wire: str
+    ) -> WireReduction:
+        raise AveragingError(f"wire={wire!r} works with PyTorch only, so far: use wire=None.")
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         key = (name, len(values), members.process_set.process_set_id)
@@ -240,6 +245,7 @@ class _Functions:
         self._hvd, self._buckets, self._members = hvd, buckets, members
         self._names = [_graph_name(f"{name}.{number}of{len(buckets)}") for number in range(1, len(buckets) + 1)]
         self.size = members.size
+        self.bytes = sum(bucket.bytes for bucket in buckets)
         self.average = tf.function(self._average, autograph=False)
         self.average_zeros = tf.function(partial(self._mean, None), autograph=False)
         self.assign_corrected = tf.function(partial(_assign, buckets), autograph=False)
@@ -297,6 +303,9 @@ class _Functions:
 
 
 class _TensorFlowReduction:
+    overwrites = False
+    history = 0
+
     def __init__(self, functions: _Functions) -> None:
         self._functions = functions
         self._means: list[list[tf.Tensor]] = []
@@ -327,7 +336,11 @@ class _TensorFlowReduction:
         assert self._call is not None, "start comes first"
         return self._call.result()
 
-    def rest(self, tensors: Sequence[Any] | None) -> None:
+    @property
+    def bytes(self) -> int:
+        return self._functions.bytes
+
+    def rest(self, tensors: Sequence[Any] | None, contributors: int, complete: bool) -> None:
         """Nothing: the variables went along with the header."""
 
     def abandon(self) -> None:

@@ -20,6 +20,7 @@ from ..members import Members
 from . import Pending, Reduction, torch_flat
 from .torch_delayed import DelayedReduction
 from .torch_reduction import Polled, TorchReduction
+from .torch_wire import WireReduction
 
 
 class TorchAdapter:
@@ -109,6 +110,12 @@ class TorchAdapter:
     ) -> DelayedReduction:
         with torch.inference_mode(False):
             return DelayedReduction(self.hvd, buckets, tensors, name, members)
+
+    def wire_reduction(
+        self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members, wire: str
+    ) -> WireReduction:
+        with torch.inference_mode(False):
+            return WireReduction(self.hvd, buckets, tensors, name, members, wire)
 
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         sums = torch.tensor(values, dtype=torch.int64)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import header as headers
 from ..layout import Bucket, fingerprint
 from ..members import Members
 from . import Pending
-from .torch_reduction import WIRE, Polled, wire_view
+from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
 
 _owners = WeakIdKeyDictionary()  # parameter to the tensor of all its neighbours
 
@@ -74,11 +73,14 @@ class FlatReduction(Polled):
     A sum takes the place of the parameters, so ranks first make sure of each other by a collective of headers alone.
     """
 
+    overwrites = True
+    history = 0
+
     def __init__(
         self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
     ) -> None:
         self._hvd, self._buckets, self._name, self._members = hvd, buckets, name, members
-        self._header = torch.empty(headers.LENGTH, dtype=torch.float32)
+        self._header = HeaderSum(hvd, f"{name}.header", members)
         self._strides = [tensor.stride() for tensor in tensors]
         self._in_place = [flat_of(bucket, tensors) is not None for bucket in buckets]
         self._devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]
@@ -86,19 +88,20 @@ class FlatReduction(Polled):
         self._sums: list[torch.Tensor] = []
         self._packed: list[bool] = []
 
-    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
-        self._header.copy_(torch.tensor(header))
-        self._handles = [self._sum(self._header, "header")]
-        return self
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self._buckets)
 
-    def result(self) -> list[float]:
+    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
+        return self._header.start(header)
+
+    def result(self) -> Sequence[float]:
         for handle in self._handles:
             self._hvd.synchronize(handle)
-        sums: list[float] = self._header.tolist()
-        return sums
+        return ()
 
     @torch.no_grad()
-    def rest(self, tensors: Sequence[torch.Tensor] | None) -> Pending:
+    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> Pending:
         self._sums, self._packed = [], []
         for number, bucket in enumerate(self._buckets):
             flat = None if tensors is None else flat_of(bucket, tensors)

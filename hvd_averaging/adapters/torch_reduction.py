@@ -41,8 +41,34 @@ class Polled:
         return True
 
 
+class HeaderSum(Polled):
+    """A collective of headers alone, for when ranks make sure of each other before they send anything else."""
+
+    def __init__(self, hvd: Any, name: str, members: Members) -> None:
+        self._hvd, self._name, self._members = hvd, name, members
+        self._header = torch.empty(headers.LENGTH, dtype=torch.float32)
+
+    def start(self, header: Sequence[float]) -> Pending:
+        self._header.copy_(torch.tensor(header))
+        self._handles = [
+            self._hvd.grouped_allreduce_async_(
+                [self._header], name=self._name, op=self._hvd.Sum, process_set=self._members.process_set
+            )
+        ]
+        return self
+
+    def result(self) -> list[float]:
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
+        sums: list[float] = self._header.tolist()
+        return sums
+
+
 class TorchReduction(Polled):
     """Flat buffers, which Horovod sums in place."""
+
+    overwrites = False
+    history = 0
 
     def __init__(
         self, hvd: Any, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members
@@ -96,7 +122,11 @@ class TorchReduction(Polled):
         for piece, view in zip(self._pieces(tensors), self._views, strict=True):
             torch.div(view, contributors, out=piece)
 
-    def rest(self, tensors: Sequence[torch.Tensor] | None) -> None:
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self._buckets)
+
+    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> None:
         """Nothing: the parameters went along with the header."""
 
     def abandon(self) -> None:

@@ -94,11 +94,11 @@ class GradientRounds(Rounds):
             )
         return not stale and super()._fits(claim, tensors, agreed)
 
-    def _memory(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
+    def _basis(self, adapter: Adapter, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         return 0  # that of the parameters says nothing of the gradients
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, in_place: bool
+        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
     ) -> _GradientReduction:
         # Gradients of two optimizers are under way at once, and may be alike in names and shapes (twin critics). Ranks
         # agree about the number, since those that Horovod has added later (elastic mode) have made fewer.

@@ -1,0 +1,289 @@
+"""Means of changes, in fewer bytes: what travels is how far the parameters have moved from the last agreed weights.
+
+Those are the anchor, the same on every rank. Horovod cannot sum 8-bit integers or bfloat16, and its sums of float16
+would be rounded at every hop, so each rank averages one shard of every bucket itself, in float32: the ranks exchange
+coded shards (``alltoall``), and then the coded means of them (``allgather``), as much traffic as an allreduce of coded
+numbers. What coding leaves out is kept and added the next time, both for the changes that are sent and for the mean
+that is sent back: error feedback in both directions, as in DoubleSqueeze (Tang et al., 2019, arXiv:1905.05957).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..layout import Bucket, Entry
+from ..members import Members
+from . import Pending
+from .torch_codec import CODINGS, Coded, Coding, in_stretches, stretch_of
+from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
+
+
+class _Whole(Polled):
+    """A bucket that travels as it is: its numbers, and what is under way."""
+
+    def __init__(self, hvd: Any, bucket: Bucket, device: Any, name: str, members: Members, multiple: int = 1) -> None:
+        self._hvd, self._bucket, self._name, self._members = hvd, bucket, name, members
+        length = -(-bucket.elements // multiple) * multiple
+        self.numbers = torch.zeros(length, dtype=WIRE[bucket.dtype], device=device)
+        self.views = self.views_of(self.numbers)
+        self._handles = []
+        self._next: Callable[[], None] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What this rank hands over."""
+        return self._bucket.bytes
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self._bucket.pieces]
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The blocks of the parameters that the bucket holds, as views with the parameters' own strides."""
+        return [wire_view(tensors[piece.entry])[piece.index] for piece in self._bucket.pieces]
+
+    def parts(self, entries: Sequence[Entry], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The blocks that the bucket holds, of tensors by name."""
+        return [named[entries[piece.entry].name][piece.index] for piece in self._bucket.pieces]
+
+    @torch.no_grad()
+    def send(self, tensors: Sequence[torch.Tensor] | None, contributors: int) -> None:
+        """Begin to make ``numbers`` the mean; with ``None`` this rank contributes nothing to it."""
+        if not self.numbers.numel():
+            return
+        self.numbers.zero_()
+        if tensors is not None:
+            torch._foreach_copy_(self.views, self.pieces(tensors))
+        self._handles = [
+            self._hvd.grouped_allreduce_async_(
+                [self.numbers], name=f"{self._name}.whole", op=self._hvd.Sum, process_set=self._members.process_set
+            )
+        ]
+        self._next = lambda: self._divide(contributors)
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Do what can be done by now; whether nothing is left to do."""
+        while self._next is not None and self.done():
+            for handle in self._handles:
+                self._hvd.synchronize(handle)
+            step, self._next, self._handles = self._next, None, []
+            step()
+        return self._next is None
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.views:
+            torch._foreach_copy_(self.pieces(tensors), self.views)
+
+    def _divide(self, contributors: int) -> None:
+        self.numbers.div_(contributors)
+
+
+class _Change(_Whole):
+    """A bucket of which the change travels; ``numbers`` are the anchor, padded to equal shards."""
+
+    def __init__(self, hvd: Any, bucket: Bucket, device: Any, name: str, members: Members, coding: Coding) -> None:
+        super().__init__(hvd, bucket, device, name, members, members.size * coding.multiple)
+        self._coding = coding
+        self.residual = torch.zeros_like(self.numbers)
+        shard = self.numbers.numel() // members.size
+        self.shard_residual = torch.zeros_like(self.numbers[:shard])
+
+        def rows(count: int) -> torch.Tensor:
+            return torch.zeros(count, coding.row_bytes(shard), dtype=torch.uint8, device=device)
+
+        # One row for each rank's shard: changes as sent and received, means as sent and received.
+        self._sent, self._received, self._mean, self._means = map(rows, (members.size, members.size, 1, members.size))
+
+    @property
+    def change_bytes(self) -> int:
+        """What this rank hands over when the change travels."""
+        return self._sent.numel()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all the means that came were; every rank has received the same."""
+        return all(self._coding.is_finite(coded) for row in self._means for coded in self._coded(row))
+
+    @torch.no_grad()
+    def send_change(self, tensors: Sequence[torch.Tensor] | None, scratch: torch.Tensor, contributors: int) -> None:
+        """Begin to move the anchor by the mean change; with ``None`` this rank contributes nothing to it."""
+        if tensors is None:
+            self._sent.zero_()
+        else:
+            now = scratch[: self.numbers.numel()]
+            now[self._bucket.elements :].zero_()
+            torch._foreach_copy_(self.views_of(now), self.pieces(tensors))
+            self._encode(now)
+        self._handles = [
+            self._hvd.mpi_ops._alltoall_async(
+                self._sent,
+                None,
+                self._received,
+                torch.empty(self._members.size, dtype=torch.int32),
+                f"{self._name}.changes",
+                self._members.process_set,
+            )
+        ]
+        self._next = lambda: self._send_mean(contributors)
+
+    def forget_residuals(self) -> None:
+        self.residual.zero_()
+        self.shard_residual.zero_()
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().write(tensors)
+        # What the parameters could not hold, being 16-bit floats, is no change of theirs.
+        for view, piece in zip(self.views, self.pieces(tensors), strict=True):
+            if piece.itemsize < view.itemsize:
+                view.copy_(piece)
+
+    def _coded(self, row: torch.Tensor) -> list[Coded]:
+        return self._coding.stretches(row, stretch_of(self.shard_residual))
+
+    def _shards(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self._members.size, -1)
+
+    def _encode(self, now: torch.Tensor) -> None:
+        change = torch.empty_like(in_stretches(self.shard_residual)[0])
+        for row, *shards in zip(self._sent, *map(self._shards, (now, self.numbers, self.residual)), strict=True):
+            for coded, after, before, residual in zip(self._coded(row), *map(in_stretches, shards), strict=True):
+                torch.sub(after, before, out=change[: len(after)])
+                residual.add_(change[: len(after)])
+                self._coding.encode(residual, coded)
+
+    def _send_mean(self, contributors: int) -> None:
+        rows = zip(*map(self._coded, self._received), strict=True)
+        total = torch.empty_like(in_stretches(self.shard_residual)[0])
+        for changes, coded, residual in zip(
+            rows, self._coded(self._mean[0]), in_stretches(self.shard_residual), strict=True
+        ):
+            total = total[: len(residual)].zero_()
+            for change in changes:
+                self._coding.add(change, total)
+            residual.add_(total, alpha=1 / contributors)
+            self._coding.encode(residual, coded)
+        self._handles = [
+            self._hvd.mpi_ops._allgather_async(
+                self._mean, self._means, f"{self._name}.means", self._members.process_set
+            )
+        ]
+        self._next = self._move
+
+    def _move(self) -> None:
+        for row, shard in zip(self._means, self._shards(self.numbers), strict=True):
+            for coded, anchor in zip(self._coded(row), in_stretches(shard), strict=True):
+                self._coding.add(coded, anchor)
+
+
+class WireReduction(Polled):
+    """Rounds of changes; the first one, and wherever the coding does not do, one of the parameters as they are."""
+
+    overwrites = False
+
+    def __init__(
+        self,
+        hvd: Any,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[torch.Tensor],
+        name: str,
+        members: Members,
+        wire: str,
+    ) -> None:
+        self._header = HeaderSum(hvd, f"{name}.header", members)
+        devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]
+        names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
+        ways = zip(buckets, devices, names, strict=True)
+        self._parcels = [
+            _Whole(hvd, bucket, device, name, members)
+            if bucket.exact
+            else _Change(hvd, bucket, device, name, members, CODINGS[wire])
+            for bucket, device, name in ways
+        ]
+        self._changing = [parcel for parcel in self._parcels if isinstance(parcel, _Change)]
+        self._scratch: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.history = 0
+        self.bytes = 0
+
+    def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
+        return self._header.start(header)
+
+    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> Pending:
+        self._tensors, self._contributors = tensors, contributors
+        self._in_changes = complete and self.history > 0
+        self.bytes = 0
+        if not self._in_changes:
+            self._send(self._parcels)
+            return self
+        self._send([parcel for parcel in self._parcels if not isinstance(parcel, _Change)])
+        for parcel in self._changing:
+            parcel.send_change(tensors, self._scratch_for(parcel.numbers), contributors)
+            self.bytes += parcel.change_bytes
+            for under_way in self._changing:
+                under_way.advance()
+        return self
+
+    def done(self) -> bool:
+        if sum(parcel.advance() for parcel in self._parcels) < len(self._parcels):  # all of them go on
+            return False
+        if self._in_changes and not all(parcel.is_finite for parcel in self._changing):
+            # Some rank's change is infinite, not a number, or too large for the coding: all ranks see that here.
+            self._in_changes = False
+            for parcel in self._changing:
+                parcel.forget_residuals()
+            self._send(self._changing)
+            return False
+        return True
+
+    def result(self) -> Sequence[float]:
+        return ()
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
+        for parcel in self._parcels:
+            parcel.write(tensors)
+        self.history += 1
+
+    def abandon(self) -> None:
+        """Nothing to do: only :meth:`write` writes."""
+
+    def state(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """The anchor, the same on all ranks, and what this rank's coding has left out, by the names of the entries."""
+        anchor, residual = _zeros(entries), _zeros(entries)
+        for parcel in self._changing:
+            torch._foreach_copy_(parcel.parts(entries, anchor), parcel.views)
+            torch._foreach_copy_(parcel.parts(entries, residual), parcel.views_of(parcel.residual))
+        shards = [parcel.shard_residual.cpu().clone() for parcel in self._changing]
+        return {"anchor": anchor, "residual": residual, "shard_residuals": shards}
+
+    @torch.no_grad()
+    def restore(self, entries: Sequence[Entry], state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; residuals that are not there, or are of other shards, are nothing."""
+        for parcel in self._changing:
+            torch._foreach_copy_(parcel.views, parcel.parts(entries, state["anchor"]))
+            if state["residual"]:
+                torch._foreach_copy_(parcel.views_of(parcel.residual), parcel.parts(entries, state["residual"]))
+        for parcel, residual in zip(self._changing, state["shard_residuals"], strict=False):
+            if len(residual) == len(parcel.shard_residual):
+                parcel.shard_residual.copy_(residual)
+        self.history = 1
+
+    def _send(self, parcels: Sequence[_Whole]) -> None:
+        for parcel in parcels:
+            parcel.send(self._tensors, self._contributors)
+            self.bytes += parcel.bytes
+
+    def _scratch_for(self, like: torch.Tensor) -> torch.Tensor:
+        """Room for the parameters of one bucket at a time."""
+        key = like.dtype, like.device
+        if key not in self._scratch or len(self._scratch[key]) < len(like):
+            self._scratch[key] = torch.empty_like(like)
+        return self._scratch[key]
+
+
+def _zeros(entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    return {
+        entry.name: torch.zeros(entry.wire_shape, dtype=WIRE[entry.wire_dtype]) for entry in entries if not entry.exact
+    }
