@@ -21,7 +21,7 @@ from .round import Agreed, Rounds
 WIRES = ("fp16", "bf16", "int8")
 """What a change may travel in; see :class:`hvd_averaging.ModelAverager`."""
 
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES = 16 * 2**20
 """Unless the user says: one bucket is coded while another one travels."""
 
 

@@ -198,7 +198,7 @@ class WireReduction(Polled):
         ways = zip(buckets, devices, names, strict=True)
         self._parcels = [
             _Whole(hvd, bucket, device, name, members)
-            if bucket.exact
+            if bucket.exact or not bucket.elements
             else _Change(hvd, bucket, device, name, members, CODINGS[wire])
             for bucket, device, name in ways
         ]
