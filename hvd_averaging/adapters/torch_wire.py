@@ -133,13 +133,6 @@ class _Change(_Whole):
         self.residual.zero_()
         self.shard_residual.zero_()
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().write(tensors)
-        # What the parameters could not hold, being 16-bit floats, is no change of theirs.
-        for view, piece in zip(self.views, self.pieces(tensors), strict=True):
-            if piece.itemsize < view.itemsize:
-                view.copy_(piece)
-
     def _coded(self, row: torch.Tensor) -> list[Coded]:
         return self._coding.stretches(row, stretch_of(self.shard_residual))
 
