@@ -55,8 +55,8 @@ class ModelAverager(ABC):
             normalization) becomes that of all replicas' data together, ``E[var] + Var[mean]`` by the law of total
             variance with equally weighted replicas, whole numbers without dimensions are taken for counters and become
             the maximum, and others stay. ``"broadcast"``: all become those of the first rank of the process set.
-        wire: what travels in a round (PyTorch only). ``None``: the parameters. ``"fp16"``, ``"bf16"``, ``"int8"``: how
-            far they have moved from the last agreed weights, in 2, 2 and 4 times fewer bytes than float32 takes
+        wire: what travels in a round. ``None``: the parameters. ``"fp16"``, ``"bf16"``, and with PyTorch ``"int8"``:
+            how far they have moved from the last agreed weights, in 2, 2 and 4 times fewer bytes than float32 takes
             (8-bit integers with a scale for every 512 elements). What that leaves out is kept and goes along with the
             next change (error feedback), sums are formed in float32, and all ranks end a round with the same weights.
             The first round, :meth:`average_now`, :meth:`averaged`, and rounds with a rank in ``hvd.join()`` or with

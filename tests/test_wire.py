@@ -15,6 +15,7 @@ import reference
 import torch
 
 from hvd_averaging import (
+    AveragingError,
     HierarchicalModelAverager,
     LayoutMismatchError,
     PeriodicModelAverager,
@@ -28,6 +29,7 @@ LARGEST_ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
 
 on_gloo = functools.partial(pytest.mark.ranks, backends=("gloo",))
 dynamic = functools.partial(pytest.mark.ranks, backends=("gloo",), env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+on_tensorflow = functools.partial(pytest.mark.ranks, backends=("gloo",), framework="tensorflow")
 each_wire = pytest.mark.parametrize("wire", WIRES)
 
 
@@ -460,6 +462,86 @@ def accuracy_on_digits(rank, size, wire):
         averager.average_parameters(model)
     averager.average_now(model)
     return float((model(images[:360]).argmax(1) == labels[:360]).float().mean())
+
+
+@on_tensorflow(2, 3)
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_tensorflow_follows_the_reference(rank, size, wire):
+    import tensorflow as tf
+
+    shapes = ((70, 10), (), (40, 30))
+    sizes = [int(np.prod(shape)) for shape in shapes]
+
+    def local(step, replicas):
+        return replicas + np.stack([noise(r, step, sum(sizes)).numpy() for r in range(size)])
+
+    expected = reference.local_sgd_in_changes(np.zeros((size, sum(sizes))), 9, 2, local, wire)
+    variables = [tf.Variable(tf.zeros(shape, tf.float64)) for shape in shapes]
+    averager = averager_of(wire)
+    for step in range(9):
+        changes = np.split(noise(rank, step, sum(sizes)).numpy(), np.cumsum(sizes)[:-1])
+        for variable, change in zip(variables, changes, strict=True):
+            variable.assign_add(change.reshape(variable.shape))
+        averager.average_parameters(variables)
+        flat = np.concatenate([variable.numpy().reshape(-1) for variable in variables])
+        np.testing.assert_allclose(flat, expected[step][rank], rtol=0, atol=1e-12)
+        if step == 4:  # a copy that takes up the state goes on just so
+            averager, state = averager_of(wire), averager.state_dict()
+            averager.load_state_dict(state)
+
+
+@on_tensorflow(2)
+@pytest.mark.parametrize("bad", [float("nan"), 1e6])
+def test_what_the_coding_cannot_hold_in_tensorflow(rank, bad):
+    import tensorflow as tf
+
+    weights = tf.Variable(tf.zeros(600))
+    averager = every_step("fp16")
+    averager.average_parameters([weights])
+    weights[7].assign(bad if rank else 0.0)
+    assert averager.average_parameters([weights]).bytes == 2400 + 1200
+    np.testing.assert_allclose(weights.numpy(), [bad / 2 if n == 7 else 0.0 for n in range(600)])
+    weights.assign(tf.fill(600, float(rank)))
+    averager.average_parameters([weights])
+    weights.assign_add(tf.fill(600, float(rank)))
+    assert averager.average_parameters([weights]).bytes == 1200
+    np.testing.assert_allclose(weights.numpy(), 1.0, atol=1e-3 if bad != 1e6 else 300)
+
+
+@on_tensorflow(2)
+def test_in_a_graph_and_in_keras(rank):
+    import keras
+    import tensorflow as tf
+
+    from hvd_averaging.keras import BroadcastCallback, ModelAveragingCallback
+
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(30), keras.layers.BatchNormalization()])
+    model.compile("sgd", "mse")
+    averager = averager_of("fp16", buffers="average")
+    inputs = noise(rank, 0, 64 * 20).numpy().reshape(64, 20)
+    callbacks = [BroadcastCallback(), ModelAveragingCallback(averager)]
+    model.fit(inputs, np.ones((64, 30)), batch_size=8, callbacks=callbacks, verbose=0, epochs=2)
+    averager.average_now(model)
+    assert averager.step == 16 and check_replicas(model)
+
+    weights, averager = tf.Variable(tf.zeros(600)), every_step("bf16")
+
+    @tf.function
+    def step():
+        weights.assign_add(tf.fill([600], float(rank)))
+        averager.average_parameters([weights])
+
+    for _ in range(4):
+        step()
+    np.testing.assert_allclose(weights.numpy(), 2.0, rtol=1e-3)
+
+
+@on_tensorflow(2)
+def test_tensorflow_has_no_int8(rank):
+    import tensorflow as tf
+
+    with pytest.raises(AveragingError, match="wire='int8' works with PyTorch only: use one of 'fp16', 'bf16'"):
+        averager_of("int8").average_parameters([tf.Variable([1.0])])
 
 
 def test_what_it_may_be():
