@@ -23,6 +23,7 @@ WIRE_ITEMSIZE = {"float32": 4, "float64": 8}
 _WIRE_DTYPE = {"float64": "float64", "complex128": "float64"}
 
 Shape = tuple[int, ...]
+Kind = tuple[int, str, str, bool]
 
 
 def fingerprint(content: str | bytes | memoryview) -> int:
@@ -91,6 +92,11 @@ class Bucket:
     exact: bool = False
 
     @property
+    def kind(self) -> Kind:
+        """What entries have in common that may share a bucket."""
+        return self.place, self.device, self.dtype, self.exact
+
+    @property
     def elements(self) -> int:
         return self.pieces[-1].stop if self.pieces else 0
 
@@ -148,7 +154,7 @@ class Layout:
         return tuple(buckets) or (Bucket("float32", "cpu", 0, ()),)
 
 
-def _kind(entry: Entry) -> tuple[int, str, str, bool]:
+def _kind(entry: Entry) -> Kind:
     return entry.place, entry.device, entry.wire_dtype, entry.exact
 
 

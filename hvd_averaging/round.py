@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import header as headers
-from .adapters import Adapter, Pending, Reduction
+from .adapters import Adapter, Pending, Reduction, Terms
 from .agreement import Claim, agree
 from .channel import UNTOUCHED, Channel
 from .collect import Collected, collect, collect_or_explain
@@ -27,8 +27,10 @@ from .members import Members, members
 if TYPE_CHECKING:
     from .cargo import Cargo
 
-# Parameters that lie in one piece of memory are summed where they are.
-_SUMMED = "The parameters here may hold sums over ranks: load them from a checkpoint before you go on."
+# Parameters that lie in one piece of memory are summed where they are; others may be written bucket by bucket.
+_OVERWRITTEN = (
+    "Some parameters here may hold sums over ranks, or means already: load them from a checkpoint before you go on."
+)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class Rounds:
             tally = Tally.decode(channel.complete(started))
             if tally.sound and tally.contributors:
                 complete = tally.present == channel.members.size and not exact
-                self._complete_rest(agreed.reduction, packed, tally.contributors, complete, channel)
+                terms = Terms(packed is not None, tally.contributors, complete)
+                self._complete_rest(agreed.reduction, tensors, terms, channel)
             if tally.sound or (tally.leaving == tally.present and tally.same_step):
                 return agreed, tally
             self._agreed, started = self._agree(claim, tensors, channel), None
@@ -229,12 +232,10 @@ class Rounds:
         packed = tensors if header.contributes else None
         return agreed, packed, partial(agreed.reduction.start, packed, header.encode())
 
-    def _complete_rest(
-        self, reduction: Reduction, packed: Sequence[Any] | None, contributors: int, complete: bool, channel: Channel
-    ) -> None:
-        rest = channel.begin(lambda: reduction.rest(packed, contributors, complete))
+    def _complete_rest(self, reduction: Reduction, tensors: Sequence[Any], terms: Terms, channel: Channel) -> None:
+        rest = channel.begin(lambda: reduction.rest(tensors, terms))
         if rest is not None:
-            channel.complete(lambda: rest, _SUMMED if reduction.overwrites else UNTOUCHED)
+            channel.complete(lambda: rest, _OVERWRITTEN if reduction.overwrites else UNTOUCHED)
 
     def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: Agreed) -> bool:
         """Whether what this rank brings is what was agreed."""

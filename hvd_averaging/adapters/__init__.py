@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..companions import Companion
@@ -38,12 +39,26 @@ class Pending(Protocol):
         """The outcome; called once, when done. Raises ``HorovodInternalError`` when the collective failed."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a round goes on, once the headers are known.
+
+    ``contributes``: whether this rank brings its tensors, or only takes over the mean; ``contributors``: how many
+    ranks do; ``complete``: whether all ranks of the process set are there, none of them in ``hvd.join()``, and the
+    caller wants no better than an approximate mean.
+    """
+
+    contributes: bool
+    contributors: int
+    complete: bool
+
+
 class Reduction(Protocol):
     """The buffers of one layout on one process set, used again in every round."""
 
     @property
     def overwrites(self) -> bool:
-        """Whether sums are formed where the parameters lie, so that they are lost if that fails."""
+        """Whether parameters are changed before all is reduced, so that they are lost if that fails."""
 
     @property
     def bytes(self) -> int:
@@ -59,12 +74,8 @@ class Reduction(Protocol):
         With ``None`` for the tensors, this rank contributes zeros.
         """
 
-    def rest(self, tensors: Sequence[Any] | None, contributors: int, complete: bool) -> Pending | None:
-        """Begin what has to wait until all headers are known to be sound; ``None`` if there is nothing.
-
-        ``complete`` is whether all ranks of the process set are there, none of them in ``hvd.join()``, and the caller
-        wants no better than an approximate mean.
-        """
+    def rest(self, tensors: Sequence[Any], terms: Terms) -> Pending | None:
+        """Begin what has to wait until all headers are known to be sound; ``None`` if there is nothing."""
 
     def write(self, tensors: Sequence[Any], contributors: int) -> None:
         """Write the mean over ``contributors`` ranks into ``tensors``, in place."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ..layout import Bucket, Piece
 from ..members import Members
-from . import Pending
+from . import Pending, Terms
 
 WIRE = {"float32": tf.float32, "float64": tf.float64}
 
@@ -175,7 +175,7 @@ class TensorFlowReduction:
     def bytes(self) -> int:
         return self._functions.bytes
 
-    def rest(self, tensors: Sequence[Any] | None, contributors: int, complete: bool) -> None:
+    def rest(self, tensors: Sequence[Any], terms: Terms) -> None:
         """Nothing: the variables went along with the header."""
 
     def abandon(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..layout import Bucket, Entry
 from ..members import Members
-from . import Pending
+from . import Pending, Terms
 from .tensorflow_reduction import WIRE, HeaderSum, InThread, filled, graph_name, pieces_of, value_of, write_back
 
 CODINGS = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -100,10 +100,10 @@ class WireReduction:
     def start(self, tensors: Sequence[Any] | None, header: Sequence[float]) -> Pending:
         return self._header.start(header)
 
-    def rest(self, tensors: Sequence[Any] | None, contributors: int, complete: bool) -> Pending:
-        variables = None if tensors is None else [value_of(tensor) for tensor in tensors]
-        count = tf.constant(float(contributors), tf.float64)
-        run = self._send_changes if complete and self.history else self._send_whole
+    def rest(self, tensors: Sequence[Any], terms: Terms) -> Pending:
+        variables = [value_of(tensor) for tensor in tensors] if terms.contributes else None
+        count = tf.constant(float(terms.contributors), tf.float64)
+        run = self._send_changes if terms.complete and self.history else self._send_whole
         return InThread(lambda: run(variables, count))
 
     def write(self, tensors: Sequence[Any], contributors: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
 from . import Pending, Reduction, torch_flat
 from .torch_delayed import DelayedReduction
+from .torch_pipeline import BUFFERS, PipelinedReduction
 from .torch_reduction import Polled, TorchReduction
 from .torch_wire import WireReduction
 
@@ -101,7 +103,11 @@ class TorchAdapter:
     def reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members, in_place: bool
     ) -> Reduction:
-        kind = torch_flat.FlatReduction if in_place else TorchReduction
+        kind: type[torch_flat.FlatReduction | PipelinedReduction | TorchReduction] = TorchReduction
+        if in_place:
+            kind = torch_flat.FlatReduction
+        elif max(Counter(bucket.kind for bucket in buckets).values()) > BUFFERS:
+            kind = PipelinedReduction
         with torch.inference_mode(False):  # the buffers serve later rounds, too, which may be outside
             return kind(self.hvd, buckets, tensors, name, members)
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layout import Bucket, fingerprint
 from ..members import Members
-from . import Pending
+from . import Pending, Terms
 from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
 
 _owners = WeakIdKeyDictionary()  # parameter to the tensor of all its neighbours
@@ -101,12 +101,12 @@ class FlatReduction(Polled):
         return ()
 
     @torch.no_grad()
-    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> Pending:
+    def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
         self._sums, self._packed = [], []
         for number, bucket in enumerate(self._buckets):
-            flat = None if tensors is None else flat_of(bucket, tensors)
+            flat = flat_of(bucket, tensors) if terms.contributes else None
             self._packed.append(flat is None)
-            self._sums.append(self._pack(number, tensors) if flat is None else flat)
+            self._sums.append(self._pack(number, tensors if terms.contributes else None) if flat is None else flat)
         count = len(self._sums)
         self._handles = [self._sum(flat, f"{number}of{count}") for number, flat in enumerate(self._sums, 1)]
         return self

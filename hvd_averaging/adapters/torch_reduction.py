@@ -16,7 +16,7 @@ import torch
 from .. import header as headers
 from ..layout import Bucket
 from ..members import Members
-from . import Pending
+from . import Pending, Terms
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
 WIRE = {"float32": torch.float32, "float64": torch.float64}
@@ -126,7 +126,7 @@ class TorchReduction(Polled):
     def bytes(self) -> int:
         return sum(bucket.bytes for bucket in self._buckets)
 
-    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> None:
+    def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> None:
         """Nothing: the parameters went along with the header."""
 
     def abandon(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..layout import Bucket, Entry
 from ..members import Members
-from . import Pending
+from . import Pending, Terms
 from .torch_codec import CODINGS, Coded, Coding, in_stretches, stretch_of
 from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
 
@@ -203,16 +203,16 @@ class WireReduction(Polled):
     def start(self, tensors: Sequence[torch.Tensor] | None, header: Sequence[float]) -> Pending:
         return self._header.start(header)
 
-    def rest(self, tensors: Sequence[torch.Tensor] | None, contributors: int, complete: bool) -> Pending:
-        self._tensors, self._contributors = tensors, contributors
-        self._in_changes = complete and self.history > 0
+    def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
+        self._tensors, self._contributors = tensors if terms.contributes else None, terms.contributors
+        self._in_changes = terms.complete and self.history > 0
         self.bytes = 0
         if not self._in_changes:
             self._send(self._parcels)
             return self
         self._send([parcel for parcel in self._parcels if not isinstance(parcel, _Change)])
         for parcel in self._changing:
-            parcel.send_change(tensors, self._scratch_for(parcel.numbers), contributors)
+            parcel.send_change(self._tensors, self._scratch_for(parcel.numbers), self._contributors)
             self.bytes += parcel.change_bytes
             for under_way in self._changing:
                 under_way.advance()
