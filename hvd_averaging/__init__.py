@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+    from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
     from .errors import (
         AveragingError,
         AveragingTimeoutError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "averagers": ("HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"),
+    "averagers": ("HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "average_together"),
     "errors": (
         "AveragingError",
         "AveragingTimeoutError",
@@ -69,6 +69,7 @@ __all__ = [
     "Round",
     "StepMismatchError",
     "average_parameters",
+    "average_together",
     "averaged",
     "broadcast_parameters",
     "check_replicas",

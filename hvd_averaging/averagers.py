@@ -26,7 +26,7 @@ from .errors import AveragingError
 from .header import Presence
 from .members import check_process_set, members
 from .process_sets import hierarchy, initialized
-from .round import Round, Rounds
+from .round import Meeting, Round, Rounds, to_the_end
 from .wire import WireRounds, check_wire
 
 if TYPE_CHECKING:
@@ -195,6 +195,11 @@ class ModelAverager(ABC):
                 came. No parameter was changed and the step was not counted.
             TypeError, ValueError: ``params`` cannot be averaged.
         """
+        meeting = self._step(params, steps)
+        return None if meeting is None else to_the_end(meeting)
+
+    def _step(self, params: object, steps: int = 1) -> Meeting[Round | None] | None:
+        """What :meth:`average_parameters` does, with pauses in it; ``None`` if that was no more than to count."""
         if steps < 0:
             raise ValueError(f"steps is the number of optimizer steps since the last call; {steps} cannot be.")
         params = self._recognise(params)
@@ -205,14 +210,24 @@ class ModelAverager(ABC):
             self._record(graph, params, steps)
             return None
         step = self.step
-        done = self._advance(params, range(step, step + steps))
-        self._count_to(step + steps)
+        if self._is_idle(range(step, step + steps)):
+            self._count_to(step + steps)
+            return None
+        return self._act(params, range(step, step + steps))
+
+    def _is_idle(self, steps: Sequence[int]) -> bool:
+        return self._due_among(steps) is None
+
+    def _act(self, params: object, steps: range) -> Meeting[Round | None]:
+        done = yield from self._advance(params, steps)
+        self._count_to(steps.stop)
         return done
 
-    def _advance(self, params: object, steps: Sequence[int]) -> Round | None:
-        """Run the round of these steps, if one is due."""
+    def _advance(self, params: object, steps: Sequence[int]) -> Meeting[Round | None]:
+        """Run the round of these steps, one of which is due."""
         due = self._due_among(steps)
-        return None if due is None else self._average(params, due)
+        assert due is not None, "or it would be idle"
+        return (yield from self._average(params, due))
 
     def flush(self) -> Round | None:
         """Finish the rounds that are under way, if rounds are delayed; on every rank, before the model is changed.
@@ -306,8 +321,8 @@ class ModelAverager(ABC):
         """Where the round of ``step`` takes place."""
         return self._rounds
 
-    def _average(self, params: object, step: int) -> Round | None:
-        met = self._rounds_at(step).run(params, step, self.describe())
+    def _average(self, params: object, step: int) -> Meeting[Round | None]:
+        met = yield from self._rounds_at(step).meet(params, step, self.describe())
         self._last_round = step
         return None if met is None else met[0]
 
@@ -322,7 +337,7 @@ class ModelAverager(ABC):
             self._counter = graph.counter(self._counter)
         collected = collect(params, buffers=self._buffers)
         touched = [*collected.tensors, *(companion.tensor for companion in copies(collected.companions))]
-        graph.record(self._counter, self.due, lambda step: self._average(params, step), touched)
+        graph.record(self._counter, self.due, lambda step: to_the_end(self._average(params, step)), touched)
 
     def _recognise(self, params: object) -> object:
         """Refuse a second set of parameters: its calls would count as steps, and it might never be averaged."""
@@ -424,6 +439,64 @@ class ModelAverager(ABC):
         return f"<{self.describe()}, step {self.step}>"
 
 
+@outside_autograph
+def average_together(*pairs: tuple[ModelAverager, object]) -> list[Round | None]:
+    """Call ``averager.average_parameters(params)`` for each pair, and begin all their rounds before waiting for one.
+
+    For several averagers in one optimizer step, such as those of a generator and a discriminator, or of layers that
+    different process sets share: the rounds then wait for the network together instead of one after another. Averagers
+    with a ``delay`` or ``fragments`` take their turn as in ``average_parameters``.
+
+    Args:
+        pairs: each an averager and what it averages; in the same order on every rank.
+
+    Returns:
+        What ``average_parameters`` of each would have returned.
+
+    Raises:
+        AveragingError, TypeError, ValueError: as ``average_parameters``, the first if there are several; the rounds of
+            the other averagers are brought to their end before.
+
+    Example, after the steps of two optimizers::
+
+        average_together((generator_averager, generator), (critic_averager, critic))
+    """
+    takings = [_Taking(averager, params) for averager, params in pairs]
+    while sum(taking.go_on() for taking in takings):
+        """All go on to their next pause, until none has one."""
+    for taking in takings:
+        if taking.error is not None:
+            raise taking.error
+    return [taking.outcome for taking in takings]
+
+
+class _Taking:
+    """One of several steps that are taken together."""
+
+    def __init__(self, averager: ModelAverager, params: object) -> None:
+        self.outcome: Round | None = None
+        self.error: Exception | None = None
+        self._meeting: Meeting[Round | None] | None = None
+        try:
+            self._meeting = averager._step(params)
+        except Exception as error:
+            self.error = error
+
+    def go_on(self) -> bool:
+        """Go on to the next pause; false at the end, which an error is as well."""
+        if self._meeting is None:
+            return False
+        try:
+            next(self._meeting)
+        except StopIteration as end:
+            self.outcome = self.outcome or end.value  # the end comes again each time
+            return False
+        except Exception as error:
+            self.error = error
+            return False
+        return True
+
+
 class PeriodicModelAverager(ModelAverager):
     """Averages every ``period`` steps, after ``warmup_steps``.
 
@@ -519,9 +592,12 @@ class PeriodicModelAverager(ModelAverager):
             f"{type(self).__name__}(period={self.period}, warmup_steps={self.warmup_steps}, name={self.name!r}{parts})"
         )
 
-    def _advance(self, params: object, steps: Sequence[int]) -> Round | None:
+    def _is_idle(self, steps: Sequence[int]) -> bool:
+        return self._parts is None and super()._is_idle(steps)
+
+    def _advance(self, params: object, steps: Sequence[int]) -> Meeting[Round | None]:
         if self._parts is None:
-            return super()._advance(params, steps)
+            return (yield from super()._advance(params, steps))
         params = list(params) if isinstance(params, Iterator) else params
         done = None
         for step in steps:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .adapters import Adapter, Pending
-from .errors import AveragingTimeoutError, collective_error, list_of_ranks
+from .errors import AveragingTimeoutError, CollectiveError, collective_error, list_of_ranks
 from .members import Members
 
 Begun = TypeVar("Begun")
@@ -49,7 +49,7 @@ class Channel:
         table[start : start + width] = [1, *row]
         # Without the averager's name: ranks that call two averagers in another order find out instead of stalling.
         name = f"hvd_averaging.{topic}"
-        sums = self.complete(lambda: self.adapter.sum_integers(table, name, self.members))
+        sums = self.complete(self.begin(lambda: self.adapter.sum_integers(table, name, self.members)))
         rows = [list(sums[start : start + width]) for start in range(0, len(sums), width)]
         return {rank: row[1:] for rank, row in zip(self.members.ranks, rows, strict=True) if row[0]}
 
@@ -70,13 +70,13 @@ class Channel:
         try:
             return begin()
         except HorovodInternalError as error:
-            raise collective_error(f"{self.where}: this could not begin. Horovod says: {error}") from error
+            raise self._failed(error) from error
 
-    def complete(self, begin: Callable[[], Pending], aftermath: str = UNTOUCHED) -> Sequence[Any]:
-        """Begin a collective and wait for its result.
+    def complete(self, pending: Pending, aftermath: str = UNTOUCHED) -> Sequence[Any]:
+        """Wait for the result of a collective that has begun.
 
         Args:
-            begin: begins it.
+            pending: what is waited for.
             aftermath: for messages, what has become of the parameters if it fails.
 
         Raises:
@@ -86,15 +86,17 @@ class Channel:
         from horovod.common.exceptions import HorovodInternalError
 
         try:
-            pending = begin()
             if not pending.wait(self.timeout):
                 raise AveragingTimeoutError(f"{self._late()} {aftermath}")
             return pending.result()
         except HorovodInternalError as error:
-            raise collective_error(
-                f"{self.where}: this failed, most often because another rank has failed or ended (its log says why). "
-                f"{self.advice} {aftermath} Horovod says: {error}"
-            ) from error
+            raise self._failed(error, aftermath) from error
+
+    def _failed(self, error: Exception, aftermath: str = UNTOUCHED) -> CollectiveError:
+        return collective_error(
+            f"{self.where}: this failed, most often because another rank has failed or ended (its log says why). "
+            f"{self.advice} {aftermath} Horovod says: {error}"
+        )
 
     def _late(self) -> str:
         others = list_of_ranks(rank for rank in self.members.ranks if rank != self.members.rank)

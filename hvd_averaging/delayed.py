@@ -11,26 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .adapters import Adapter, DelayedReduction, Pending
+from .adapters import Adapter, DelayedReduction
 from .agreement import Claim
 from .channel import Channel
 from .collect import Collected, collect, collect_or_explain
 from .errors import AveragingError
 from .header import Presence, Tally
 from .layout import Bucket
-from .round import Agreed, Round, Rounds
+from .round import Agreed, Begun, Round, Rounds, to_the_end
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """``spare`` are the copies, if the reduction that was started has none, as this rank brought other parameters."""
+    """``spare`` are the copies, if the reduction that has begun has none, as this rank brought other parameters."""
 
     claim: Claim
     tensors: Sequence[Any]
     spare: Sequence[Any] | None
-    reduction: DelayedReduction
     channel: Channel
-    pending: Pending
+    begun: Begun
     seconds: float
 
 
@@ -61,7 +60,8 @@ class DelayedRounds(Rounds):
         it = self._under_way
         assert it is not None, "asked while a round is under way"
         names = (entry.name for entry in it.claim.layout.entries)
-        copies = it.reduction.copies(it.tensors) if it.spare is None else it.spare
+        reduction = cast(DelayedReduction, it.begun.agreed.reduction)
+        copies = reduction.copies(it.tensors) if it.spare is None else it.spare
         return dict(zip(names, copies, strict=True))
 
     def begin(self, params: object, step: int, settings: str, snapshot: Mapping[str, Any] | None = None) -> None:
@@ -81,15 +81,13 @@ class DelayedRounds(Rounds):
         source = collected.tensors if snapshot is None else _restored(collected, snapshot)
         claim = Claim(step, Presence.AVERAGING, settings + self._travel(), collected.layout, failure)
         try:
-            agreed, packed, start = self._prepare(claim, source, True, channel)
-            pending = channel.begin(start)
+            begun = self._begin(claim, source, True, channel)
         except AveragingError as error:
             self._give_up(error)
             raise
-        reduction = cast(DelayedReduction, agreed.reduction)
-        spare = None if packed is not None else [collected.adapter.copy(tensor) for tensor in source]
+        spare = None if begun.contributes else [collected.adapter.copy(tensor) for tensor in source]
         seconds = time.perf_counter() - started
-        self._under_way = _UnderWay(claim, collected.tensors, spare, reduction, channel, pending, seconds)
+        self._under_way = _UnderWay(claim, collected.tensors, spare, channel, begun, seconds)
 
     def finish(self, params: object = None) -> Round | None:
         """Wait for the round under way, and add what it changes to ``params`` (by default those it began with).
@@ -121,7 +119,7 @@ class DelayedRounds(Rounds):
         assert self._under_way is not None, "asked while a round is under way"
         it, self._under_way = self._under_way, None
         try:
-            return self._reduce(it.claim, it.spare or it.tensors, True, it.channel, lambda: it.pending)
+            return to_the_end(self._reduce(it.claim, it.spare or it.tensors, True, it.channel, it.begun))
         except AveragingError as error:
             self._give_up(error)
             raise

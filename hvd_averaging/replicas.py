@@ -99,7 +99,9 @@ def broadcast_parameters(
     if channel.members.alone:
         return
     name = f"hvd_averaging.broadcast_parameters.{collected.layout.fingerprint:016x}"
-    channel.complete(lambda: channel.adapter.broadcast(collected.tensors, name, root_rank, channel.members))
+    channel.complete(
+        channel.begin(lambda: channel.adapter.broadcast(collected.tensors, name, root_rank, channel.members))
+    )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from . import header as headers
 from .adapters import Adapter, Pending, Reduction, Terms
@@ -26,6 +26,10 @@ from .members import Members, members
 
 if TYPE_CHECKING:
     from .cargo import Cargo
+
+Outcome = TypeVar("Outcome")
+Meeting = Generator[None, None, Outcome]
+"""What goes on between ranks, with a pause after every collective that has begun."""
 
 # Parameters that lie in one piece of memory are summed where they are; others may be written bucket by bucket.
 _OVERWRITTEN = (
@@ -63,6 +67,24 @@ class Agreed:
     basis: int
     same_basis: bool
     reduction: Reduction
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A meeting that has begun: on what it rests, what is to be waited for, and whether this rank brings anything."""
+
+    agreed: Agreed
+    pending: Pending
+    contributes: bool
+
+
+def to_the_end(meeting: Meeting[Outcome]) -> Outcome:
+    """The outcome of a meeting, without a pause."""
+    try:
+        while True:
+            next(meeting)
+    except StopIteration as end:
+        return cast(Outcome, end.value)
 
 
 class Rounds:
@@ -121,6 +143,18 @@ class Rounds:
             AveragingError: one of its subclasses; the parameters are untouched.
             TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
         """
+        return to_the_end(self.meet(params, step, settings, presence, contributes, exact))
+
+    def meet(
+        self,
+        params: object,
+        step: int,
+        settings: str,
+        presence: Presence = Presence.AVERAGING,
+        contributes: bool = True,
+        exact: bool = False,
+    ) -> Meeting[tuple[Round, Tally] | None]:
+        """Like :meth:`run`, with a pause after every collective that has begun, before it is waited for."""
         started = time.perf_counter()
         collected, failure = self._collect(params, presence)
         channel = self._channel(collected, step)
@@ -134,7 +168,9 @@ class Rounds:
         cargo, whole = self._load(collected, channel)
         claim = Claim(step, presence, settings + self._travel(), whole.layout, failure)
         try:
-            agreed, tally = self._reduce(claim, whole.tensors, contributes, channel, exact=exact)
+            begun = self._begin(claim, whole.tensors, contributes, channel)
+            yield
+            agreed, tally = yield from self._reduce(claim, whole.tensors, contributes, channel, begun, exact)
         except AveragingError as error:
             self._give_up(error)
             raise
@@ -188,39 +224,8 @@ class Rounds:
         who = members(self.process_set, collected.adapter.hvd)
         return Channel(collected.adapter, who, self.name, self.timeout, step, self.call)
 
-    def _reduce(
-        self,
-        claim: Claim,
-        tensors: Sequence[Any],
-        contributes: bool,
-        channel: Channel,
-        started: Callable[[], Pending] | None = None,
-        exact: bool = False,
-    ) -> tuple[Agreed, Tally]:
-        """Run the collective, after as much talk as it takes for every rank to be sure of every other.
-
-        ``started`` returns the first one, if that has been started before.
-        """
-        packed: Sequence[Any] | None = tensors
-        while True:
-            if started is None:
-                agreed, packed, started = self._prepare(claim, tensors, contributes, channel)
-            else:
-                assert self._agreed is not None, "agreed upon before it was started"
-                agreed = self._agreed
-            tally = Tally.decode(channel.complete(started))
-            if tally.sound and tally.contributors:
-                complete = tally.present == channel.members.size and not exact
-                terms = Terms(packed is not None, tally.contributors, complete)
-                self._complete_rest(agreed.reduction, tensors, terms, channel)
-            if tally.sound or (tally.leaving == tally.present and tally.same_step):
-                return agreed, tally
-            self._agreed, started = self._agree(claim, tensors, channel), None
-
-    def _prepare(
-        self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel
-    ) -> tuple[Agreed, Sequence[Any] | None, Callable[[], Pending]]:
-        """What was agreed, what this rank packs (``None``: nothing but a header), and a function that starts it."""
+    def _begin(self, claim: Claim, tensors: Sequence[Any], contributes: bool, channel: Channel) -> Begun:
+        """Begin to meet the other ranks, with all that can be sent before they are known to be there."""
         if self._agreed is None or self._agreed.members != channel.members:
             self._agreed = self._agree(claim, tensors, channel)
         agreed = self._agreed
@@ -230,12 +235,33 @@ class Rounds:
         header = Header(claim.step, agreement, claim.presence, contributes and able, able)
         # A rank whose parameters changed still meets the others in the buffers they know, with nothing but a flag.
         packed = tensors if header.contributes else None
-        return agreed, packed, partial(agreed.reduction.start, packed, header.encode())
+        pending = channel.begin(lambda: agreed.reduction.start(packed, header.encode()))
+        return Begun(agreed, pending, header.contributes)
 
-    def _complete_rest(self, reduction: Reduction, tensors: Sequence[Any], terms: Terms, channel: Channel) -> None:
-        rest = channel.begin(lambda: reduction.rest(tensors, terms))
-        if rest is not None:
-            channel.complete(lambda: rest, _OVERWRITTEN if reduction.overwrites else UNTOUCHED)
+    def _reduce(
+        self,
+        claim: Claim,
+        tensors: Sequence[Any],
+        contributes: bool,
+        channel: Channel,
+        begun: Begun,
+        exact: bool = False,
+    ) -> Meeting[tuple[Agreed, Tally]]:
+        """Go on from ``begun``, with as much talk as it takes for every rank to be sure of every other."""
+        while True:
+            agreed, pending = begun.agreed, begun.pending
+            tally = Tally.decode(channel.complete(pending))
+            if tally.sound and tally.contributors:
+                complete = tally.present == channel.members.size and not exact
+                terms = Terms(begun.contributes, tally.contributors, complete)
+                rest = channel.begin(partial(agreed.reduction.rest, tensors, terms))
+                if rest is not None:
+                    yield
+                    channel.complete(rest, _OVERWRITTEN if agreed.reduction.overwrites else UNTOUCHED)
+            if tally.sound or (tally.leaving == tally.present and tally.same_step):
+                return agreed, tally
+            self._agreed = self._agree(claim, tensors, channel)
+            begun = self._begin(claim, tensors, contributes, channel)
 
     def _fits(self, claim: Claim, tensors: Sequence[Any], agreed: Agreed) -> bool:
         """Whether what this rank brings is what was agreed."""
