@@ -45,7 +45,12 @@ class Collected:
 
 
 def collect(
-    params: object, *, everything: bool = False, known: Collected | None = None, buffers: str = "local"
+    params: object,
+    *,
+    everything: bool = False,
+    known: Collected | None = None,
+    buffers: str = "local",
+    apart: bool = False,
 ) -> Collected:
     """The tensors of ``params`` that are averaged, in order, tied ones once.
 
@@ -55,6 +60,7 @@ def collect(
         everything: take every tensor, frozen and integer ones and a model's buffers too (for broadcasts and checks).
         known: what was collected last time: if it is the same again, it is not looked at in detail again.
         buffers: what becomes of a model's buffers, one of ``companions.BUFFERS``.
+        apart: take two tensors on one memory as two, since each has a gradient of its own.
 
     Raises:
         TypeError: ``params`` is or holds something else, or tensors of two frameworks.
@@ -68,7 +74,8 @@ def collect(
     kept: dict[Any, Named] = {}
     for name, tensor in named:
         if everything or adapter.takes_part(tensor):
-            kept.setdefault(adapter.identity(name, tensor), (name, tensor))
+            identity = adapter.identity(name, tensor)
+            kept.setdefault((identity, id(tensor)) if apart else identity, (name, tensor))
     signature = tuple((identity, name) for identity, (name, _) in kept.items())
     same = known is not None and known.adapter is adapter and known.signature == signature
     layout = known.layout if known is not None and same else _describe(adapter, kept.values())
@@ -153,9 +160,7 @@ def _expand_items(params: Iterable[Any]) -> list[Named]:
     return named
 
 
-def collect_or_explain(
-    params: object, *, everything: bool = False, known: Collected | None = None, buffers: str = "local"
-) -> tuple[Collected, Exception | None]:
+def collect_or_explain(params: object, **options: Any) -> tuple[Collected, Exception | None]:
     """Like :func:`collect`, but with an error in hand instead of raised: the other ranks wait and must hear of it.
 
     It is raised after all where no Horovod is up that could tell them.
@@ -166,7 +171,7 @@ def collect_or_explain(
             "Only averager.average_parameters(...) works inside."
         )
     try:
-        return collect(params, everything=everything, known=known, buffers=buffers), None
+        return collect(params, **options), None
     except (TypeError, ValueError) as error:
         adapter = initialized_adapter()
         if adapter is None:

@@ -100,6 +100,8 @@ class Rounds:
 
     call = "average_parameters"
     """What the user calls to have a round."""
+    apart = False
+    """Whether tensors that share their memory are averaged each by itself."""
 
     def __init__(
         self,
@@ -196,7 +198,9 @@ class Rounds:
     def _collect(self, params: object, presence: Presence) -> tuple[Collected, Exception | None]:
         if presence is Presence.LEAVING:
             return collect_or_explain(())
-        collected, failure = collect_or_explain(params, known=self._known.get("params"), buffers=self.buffers)
+        collected, failure = collect_or_explain(
+            params, known=self._known.get("params"), buffers=self.buffers, apart=self.apart
+        )
         if collected.ignored and not (collected.tensors or collected.companions):
             warnings.warn(f"{self.name}: nothing to average, all parameters are frozen or integers.", stacklevel=4)
         self._know("params", collected)

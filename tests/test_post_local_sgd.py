@@ -249,6 +249,18 @@ def test_a_second_backward_is_noticed(rank, size, where):
 
 
 @on_gloo(2)
+def test_two_parameters_on_one_memory_have_a_gradient_each(rank, size):
+    weight = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    one, other = torch.nn.Parameter(weight), torch.nn.Parameter(weight)
+    optimizer = local(torch.optim.SGD([one, other], lr=0.0))
+    for _ in range(3):  # the first agrees, the others send early
+        optimizer.zero_grad()
+        ((rank + 1) * one + (10 * rank) * other).sum().backward()
+        optimizer.step()
+        close([one.grad, other.grad], [torch.full((3,), 1.5), torch.full((3,), 5.0)])
+
+
+@on_gloo(2)
 def test_clipping_after_synchronize_clips_the_mean(rank, size):
     model = small_model()
     optimizer = local(torch.optim.SGD(model.parameters(), lr=0.0))

@@ -38,6 +38,7 @@ class GradientRounds(Rounds):
     """Rounds over the gradients of parameters, which are given in the order of the model and travel in reverse."""
 
     call = "optimizer.step"
+    apart = True  # parameters that share their memory have gradients of their own
 
     def __init__(self, name: str, process_set: Any, timeout: float | None, bucket_bytes: int | None) -> None:
         super().__init__(name, process_set, timeout, bucket_bytes)
