@@ -126,7 +126,7 @@ class TestCommandLine:
     @pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--gpu", "mpi"], ["--with-mpi", "--without-mpi"]])
     def test_nonsense_is_refused(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
-            cli.main(arguments)
+            cli.main(arguments, "builder")
         assert exit.value.code == 2 and "usage: " in capsys.readouterr().err
 
 

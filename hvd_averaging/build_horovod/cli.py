@@ -19,9 +19,9 @@ from hvd_averaging.build_horovod.progress import Progress, clock
 from hvd_averaging.build_horovod.target import Target
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, install and verify as the command line asks; returns the exit status, 0 or 1."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str], program: str) -> int:
+    """Build, install and verify as the command line of `program` asks; returns the exit status, 0 or 1."""
+    options = _parser(program).parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         _run(options)
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m hvd_averaging.build_horovod",
+        prog=program,
         description=f"Build Horovod {source.HOROVOD_VERSION} against the PyTorch and TensorFlow of this Python, "
         "install it and prove that it works. The wheel is kept: the next time takes seconds.",
     )
