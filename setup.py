@@ -29,9 +29,12 @@ setup(
     extras_require={
         "torch": ["torch>=2.1", "numpy"],
         "tensorflow": ["tensorflow>=2.16", "numpy"],
+        "cli": ["click>=8.1", "rich>=13"],
         "demo": ["scikit-learn", "matplotlib", "rich"],
-        "dev": ["build", "mypy", "psutil", "pytest", "ruff"],
+        "docs": ["mkdocs>=1.6"],
+        "dev": ["build", "click>=8.1", "mypy", "psutil", "pytest", "rich>=13", "ruff", "twine"],
     },
+    entry_points={"console_scripts": ["hvd-averaging = hvd_averaging.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

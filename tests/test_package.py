@@ -13,7 +13,7 @@ CHECK = """
 import sys
 import hvd_averaging
 from hvd_averaging import PeriodicModelAverager, average_parameters
-loaded = [name for name in ("torch", "tensorflow", "keras", "horovod", "numpy") if name in sys.modules]
+loaded = [name for name in ("torch", "tensorflow", "keras", "horovod", "numpy", "click", "rich") if name in sys.modules]
 assert not loaded, loaded
 averager = PeriodicModelAverager(period=4)
 assert [averager.due(step) for step in range(5)] == [True, False, False, False, True]
@@ -42,5 +42,9 @@ def test_the_wheel_works_where_nothing_else_is_installed(tmp_path):
     output = run(python, "-c", CHECK, cwd=tmp_path)
     assert "not a tensor" in output
     run(python, "-m", "hvd_averaging.build_horovod", "--help", cwd=tmp_path)
+    command = [str(python), f"{site}/bin/hvd-averaging", "doctor"]
+    lacking = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert lacking.returncode == 2
+    assert lacking.stderr == "hvd-averaging needs click; run: pip install 'hvd-averaging[cli]'\n"
     assert (Path(site) / "hvd_averaging" / "py.typed").exists()
     assert not (Path(site) / "tests").exists()
