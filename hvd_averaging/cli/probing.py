@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -61,13 +62,17 @@ def run(command: Sequence[str], limit: float, env: Mapping[str, str] | None = No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs of a program and the processes of its group, politely first."""
+    """End a program that still runs, and all of its group, politely first: launchers then end their ranks."""
+    if process.poll() is not None:
+        return
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):  # the whole group is gone
+            os.killpg(process.pid, number)
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline:
+                process.poll()  # or it would stay in its group, as a zombie
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
 
 
 class State(str, Enum):
