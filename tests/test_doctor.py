@@ -199,6 +199,11 @@ class TestBrokenSetups:
         assert said["level"] == "error" and "--force" in said["remedy"]
         assert all(words in said["what"] for words in ("2.12.1", "2.13.0", "undefined symbol"))
 
+    def test_horovod_that_happens_to_load(self, setup: Setup) -> None:
+        (setup.working().packages / "horovod" / "metadata.json").write_text('{"pytorch": "2.12.1"}')
+        said = setup.doctor()["Horovod, PyTorch"]
+        assert said["level"] == "warning" and "2.12.1" in said["what"] and "luck" in said["what"]
+
     @pytest.mark.parametrize("needs", [[], ["--need", "mpi"]])
     def test_no_mpirun(self, setup: Setup, needs: list[str]) -> None:
         (setup.working().programs / "mpirun").unlink()
