@@ -227,3 +227,9 @@ def test_all_public_names_exist():
     assert set(hvd_averaging.__all__) <= set(dir(hvd_averaging))
     with pytest.raises(AttributeError, match="nothing_like_this"):
         _ = hvd_averaging.nothing_like_this
+
+
+def test_a_forbidden_tensorflow_is_none_at_all(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # the usual way to have its import fail
+    averager = PeriodicModelAverager(4, warmup_steps=10)
+    assert averager.average_parameters([torch.zeros(3)]) is None and averager.step == 1

@@ -182,7 +182,8 @@ class Adapter(Protocol):
 
 def recorder() -> Recorder | None:
     """For when a framework is recording a graph right now, instead of doing what it is told."""
-    if "tensorflow" in sys.modules and sys.modules["tensorflow"].inside_function():
+    tensorflow = sys.modules.get("tensorflow")  # None, too, where someone has forbidden its import
+    if tensorflow is not None and tensorflow.inside_function():
         return cast(Recorder, _load("tensorflow"))
     return None
 
@@ -195,7 +196,7 @@ def outside_autograph(function: Function) -> Function:
 
 def loaded_adapters() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported."""
-    return [_load(framework) for framework in _ADAPTERS if framework in sys.modules]
+    return [_load(framework) for framework in _ADAPTERS if sys.modules.get(framework) is not None]
 
 
 class Recorder(Protocol):
