@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import horovod.torch as hvd
 import pytest
 import torch
 
-from hvd_averaging import PeriodicModelAverager, StepMismatchError, average_together
+from hvd_averaging import PeriodicModelAverager, StepMismatchError, average_together, process_sets
 from hvd_averaging.channel import Channel
 from hvd_averaging.torch import flatten_parameters
 
@@ -67,7 +66,7 @@ def test_all_are_begun_before_any_is_waited_for(rank, kind, monkeypatch):
 
 @dynamic(4)
 def test_averagers_of_different_process_sets(rank):
-    pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+    pairs = [process_sets.of([0, 1]), process_sets.of([2, 3])]
     mine, everyone = weights_of(rank), weights_of(rank)
     local = PeriodicModelAverager(2, process_set=pairs[rank // 2], name="pair")
     done = average_together((local, [mine]), (PeriodicModelAverager(2), [everyone]))
