@@ -41,9 +41,9 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_demo_compares_three_ways(horovodrun, tmp_path, example):
     epochs, period, warmup_steps = 2, 4, 3
     options = f"--epochs {epochs} --period {period} --warmup-steps {warmup_steps} --seed 5 --output".split()
-    launched = horovodrun(
-        2, TORCH.with_name(f"{example}.py"), limit=100, args=[*options, str(tmp_path / "new" / "folder")]
-    )
+    options.append(str(tmp_path / "new" / "folder"))
+    framework = "torch" if example.startswith("torch") else "tensorflow"
+    launched = horovodrun(2, TORCH.with_name(f"{example}.py"), limit=100, args=options, framework=framework)
     assert launched.returncode == 0, launched.output
 
     steps = epochs * (400 // 16)  # 800 digits on 2 ranks, in batches of 16

@@ -542,7 +542,7 @@ ALONE = """
 
 
 def test_a_callback_on_one_rank_only_is_an_error_at_the_start(horovodrun):
-    done = horovodrun(2, textwrap.dedent(ALONE))
+    done = horovodrun(2, textwrap.dedent(ALONE), framework="tensorflow")
     said = " ".join(re.sub(r"\[[\d,]+\]<std(out|err)>:", "", done.output).split())
     assert done.returncode != 0
     assert "rank 0 has waited 2 s at the start of training for rank 1 to start" in said

@@ -404,7 +404,7 @@ def test_a_rank_that_never_comes_ends_the_job(horovodrun):
         time.sleep(600 * hvd.rank())
         averager.average_parameters([weights])
     """
-    done = horovodrun(2, textwrap.dedent(script), limit=90)
+    done = horovodrun(2, textwrap.dedent(script), limit=90, framework="tensorflow")
     assert not done.timed_out
     assert done.returncode != 0
     assert "slow (step 2, process set {0, 1}): rank 0 has waited 3 s for rank 1" in " ".join(done.output.split())

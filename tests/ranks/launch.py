@@ -20,6 +20,10 @@ from pathlib import Path
 
 import psutil
 
+# Where Python finds this package before it has read any conftest, and what hides TensorFlow.
+ROOT = Path(__file__).resolve().parents[__package__.count(".") + 1]
+WITHOUT_TENSORFLOW = Path(__file__).resolve().with_name("without_tensorflow")
+
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 # In the environment of every process of a launch: the launch's own id.
@@ -65,7 +69,9 @@ class Launched:
 class Launch:
     """A running ``horovodrun``, whose output goes to a file."""
 
-    def __init__(self, np: int, command: Sequence[str], backend: str, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, np: int, command: Sequence[str], backend: str, framework: str, env: Mapping[str, str], log: Path
+    ) -> None:
         if LAUNCH_ID in os.environ:
             raise RuntimeError("a process of one launch must not start another: ranks would multiply")
         self.id = uuid.uuid4().hex
@@ -74,7 +80,7 @@ class Launch:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 arguments,
-                env={**environment(), **env, LAUNCH_ID: self.id},
+                env={**environment(framework), **env, LAUNCH_ID: self.id},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -129,8 +135,8 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def environment() -> dict[str, str]:
-    """The environment of a launch: ours, made fit for more ranks than cores, and for root."""
+def environment(framework: str) -> dict[str, str]:
+    """The environment of a launch: ours, made fit for more ranks than cores, for root, and for one framework."""
     defaults = {
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
@@ -145,7 +151,9 @@ def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     # Without its buffer Python writes a line in pieces, and those of several ranks mix in the launcher's output.
     inherited.pop("PYTHONUNBUFFERED", None)
-    return {**defaults, **inherited}
+    paths = [str(WITHOUT_TENSORFLOW)] if framework == "torch" else []
+    paths += filter(None, [str(ROOT), inherited.get("PYTHONPATH")])
+    return {**defaults, **inherited, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_python(
@@ -155,10 +163,11 @@ def run_python(
     backend: str = "gloo",
     limit: float = 60.0,
     env: Mapping[str, str] | None = None,
+    framework: str = "torch",
 ) -> Launched:
     """Run Python with these arguments to its end on ``np`` ranks, or kill it after ``limit`` seconds."""
     began = time.monotonic()
-    launch = Launch(np, [sys.executable, *arguments], backend, env or {}, log)
+    launch = Launch(np, [sys.executable, *arguments], backend, framework, env or {}, log)
     try:
         ended = launch.wait(limit)
     finally:
@@ -178,7 +187,7 @@ def _is_built(backend: str) -> bool:
     """Whether Horovod has this backend, by ``horovodrun --check-build``, which takes many seconds."""
     check = subprocess.run(
         [str(HOROVODRUN), "--check-build"],
-        env=environment(),
+        env=environment("tensorflow"),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

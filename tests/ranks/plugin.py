@@ -87,7 +87,8 @@ def ranks_tmp_path(request: pytest.FixtureRequest) -> Path:
 def horovodrun(tmp_path: Path) -> HorovodRun:
     """For ordinary tests of how a job ends: run a script, given as text or path, under a ``horovodrun`` of its own.
 
-    ``horovodrun(np, script, backend="gloo", limit=60, env=None, args=())`` returns a `Launched`, all processes gone.
+    ``horovodrun(np, script, backend="gloo", limit=60, env=None, args=(), framework="torch")`` returns a `Launched`, all
+    processes gone. A launch for PyTorch finds no TensorFlow.
     """
     numbers = itertools.count()
 
@@ -98,13 +99,14 @@ def horovodrun(tmp_path: Path) -> HorovodRun:
         limit: float = 60.0,
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
+        framework: str = "torch",
     ) -> launch.Launched:
         directory = tmp_path / f"horovodrun-{next(numbers)}"
         directory.mkdir()
         if isinstance(script, str):
             (directory / "script.py").write_text(script)
             script = directory / "script.py"
-        launched = launch.run_python(np, [str(script), *args], directory / "launch.log", backend, limit, env)
+        launched = launch.run_python(np, [str(script), *args], directory / "launch.log", backend, limit, env, framework)
         if launch.lacks(backend, launched.output):
             pytest.skip(_not_built(backend))
         return launched

@@ -125,8 +125,8 @@ class Team:
         own = ["--directory", str(self._directory), "--framework", world.framework]
         command = [sys.executable, "-m", __package__, *own, *pytest_arguments]
         # Each rank writes to a log of its own, which must hold everything when the rank is killed.
-        env = {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **dict(world.env)}
-        self._launch = Launch(world.np, command, world.backend, env, self._launch_log.path)
+        env = {"PYTHONUNBUFFERED": "1", **dict(world.env)}
+        self._launch = Launch(world.np, command, world.backend, world.framework, env, self._launch_log.path)
 
     def meet(self) -> None:
         """Wait until all ranks are there, which raises ``StartError`` and closes the team if they do not come."""
@@ -257,12 +257,6 @@ def _wait_until_written(members: Iterable[Member]) -> None:
         if all(sizes) and sizes == before:
             return
         time.sleep(0.1)
-
-
-def _python_path() -> str:
-    """Where a rank finds this package before it has read any conftest."""
-    root = Path(__file__).resolve().parents[__package__.count(".") + 1]
-    return os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
 
 
 def _tail(text: str) -> str:
