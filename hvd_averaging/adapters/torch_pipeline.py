@@ -32,6 +32,7 @@ class PipelinedReduction(Polled):
         self._hvd, self._buckets, self._name, self._members = hvd, buckets, name, members
         self._header = HeaderSum(hvd, f"{name}.header", members)
         self._buffers = _Buffers(buckets, tensors)
+        self._tensors: list[torch.Tensor] = []
         self._under_way: deque[tuple[int, torch.Tensor, int]] = deque()
 
     @property
@@ -63,7 +64,7 @@ class PipelinedReduction(Polled):
         return ()
 
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        """Nothing is left to do."""
+        self._tensors = []  # all is written; keeps no parameter alive
 
     def abandon(self) -> None:
         """Nothing can be done: some means are written, as the error says."""

@@ -197,6 +197,7 @@ class WireReduction(Polled):
         ]
         self._changing = [parcel for parcel in self._parcels if isinstance(parcel, _Change)]
         self._scratch: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._tensors: Sequence[torch.Tensor] | None = None
         self.history = 0
         self.bytes = 0
 
@@ -237,6 +238,7 @@ class WireReduction(Polled):
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
         for parcel in self._parcels:
             parcel.write(tensors)
+        self._tensors = None  # keeps no parameter alive
         self.history += 1
 
     def abandon(self) -> None:
