@@ -31,6 +31,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16", "numpy"],
         "cli": ["click>=8.1", "rich>=13"],
         "demo": ["scikit-learn", "matplotlib", "rich"],
+        "docs": ["furo", "myst-parser", "sphinx"],
         "dev": ["build", "click>=8.1", "mypy", "psutil", "pytest", "rich>=13", "ruff", "twine"],
     },
     entry_points={"console_scripts": ["hvd-averaging = hvd_averaging.cli:main"]},

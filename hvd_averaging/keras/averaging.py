@@ -32,7 +32,7 @@ class BroadcastCallback(MeetingCallback):
         process_set: a ``horovod.ProcessSet`` that ``root_rank`` belongs to; ``None`` is all ranks.
         start_timeout: seconds to wait for the other ranks at the start of training; ``None`` waits for ever.
 
-    Raises (in ``fit``):
+    Raises in fit:
         ValueError: the model has no optimizer, or ``root_rank`` is not in the process set.
         AveragingError: one of its subclasses: the models differ, or another rank has not got this callback.
 
@@ -121,7 +121,7 @@ class ModelAveragingCallback(MeetingCallback):
     Attributes:
         last_round: what the latest round did, a :class:`hvd_averaging.Round`.
 
-    Raises (in ``fit``):
+    Raises in fit:
         ValueError: the model has no optimizer.
         StepMismatchError: the ranks start at, or come to, different steps.
         AveragingError: one of its other subclasses: another rank has not got this callback, or see

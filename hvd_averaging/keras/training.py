@@ -26,7 +26,7 @@ class MetricAverageCallback(MeetingCallback):
         process_set: a ``horovod.ProcessSet``; ``None`` is all ranks.
         start_timeout: seconds to wait for the other ranks at the start of training; ``None`` waits for ever.
 
-    Raises (in ``fit``):
+    Raises in fit:
         LayoutMismatchError: the ranks have other metrics; raised on every rank, before any was changed.
         AveragingError: another of its subclasses: another rank has not got this callback, or failed.
     """
@@ -93,7 +93,7 @@ class StopTogetherCallback(MeetingCallback):
         process_set: a ``horovod.ProcessSet``; ``None`` is all ranks.
         start_timeout: seconds to wait for the other ranks at the start of training; ``None`` waits for ever.
 
-    Raises (in ``fit``):
+    Raises in fit:
         AveragingError: this rank stops, but decided so only after the ranks had agreed to go on; or one of its
             subclasses: another rank has not got this callback, or failed.
 
