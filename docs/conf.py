@@ -12,7 +12,6 @@ copyright = "the authors of hvd_averaging, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-nitpicky = False  # types of PyTorch and Horovod are named in signatures, but not documented here
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
@@ -26,5 +25,6 @@ napoleon_custom_sections = [("Raises in fit", "params_style")]
 html_theme = "furo"
 html_title = "hvd_averaging"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["side.css"]
 highlight_language = "text"
-templates_path: list[str] = []
