@@ -18,13 +18,12 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # types are in the text where they matter; with defaults, signatures are long enough
-napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Raises in fit", "params_style")]
 
 html_theme = "furo"
 html_title = "hvd_averaging"
-html_show_sphinx = False
+html_show_sphinx = html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["side.css"]
-highlight_language = "text"
+highlight_language = "default"

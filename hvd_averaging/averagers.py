@@ -164,12 +164,12 @@ class ModelAverager(ABC):
 
     @property
     def buffers(self) -> str:
-        """What a round does with a model's buffers: ``"local"``, ``"average"`` or ``"broadcast"``."""
+        """What a round does with a model's buffers, ``"local"``, ``"average"`` or ``"broadcast"``."""
         return self._buffers
 
     @property
     def wire(self) -> str | None:
-        """What the change of the parameters travels in; ``None``: the parameters travel as they are."""
+        """What the change of the parameters travels in; ``None`` if they travel as they are."""
         return self._wire
 
     @outside_autograph
