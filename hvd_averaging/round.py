@@ -191,6 +191,9 @@ class Rounds:
         agreed = self._agreed
         return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call)).step
 
+    def _bucket_bytes(self, layout: Layout) -> int | None:
+        return self.bucket_bytes
+
     def _travel(self) -> str:
         """What ranks must agree about besides the schedule, or their collectives would not meet."""
         return "" if self.bucket_bytes is None else f", bucket_bytes={self.bucket_bytes}"
@@ -284,7 +287,7 @@ class Rounds:
         return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place=same_basis)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> Agreed:
-        buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
+        buckets = claim.layout.buckets(self._bucket_bytes(claim.layout), headers.LENGTH)
         basis = self._basis(channel.adapter, buckets, tensors)
         known = self._agreed
         same = known is not None and known.layout.fingerprint == claim.layout.fingerprint
