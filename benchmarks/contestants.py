@@ -175,4 +175,4 @@ class OfTensorflow:
         return (self.tf.function(call, autograph=False),)
 
 
-FRAMEWORKS = {"torch": OfTorch, "tensorflow": OfTensorflow}
+FRAMEWORKS: dict[str, type[OfTorch] | type[OfTensorflow]] = {"torch": OfTorch, "tensorflow": OfTensorflow}

@@ -1,4 +1,4 @@
-"""Two hosts on one machine, with a link of limited speed between them, and ``horovodrun`` over it. Needs Linux and root.
+"""Two hosts on one machine, with a link of limited speed between, and ``horovodrun`` over it. Needs Linux and root.
 
     python benchmarks/two_hosts.py --link 1gbit benchmarks/round.py --only packed flat fp16 int8
 
@@ -30,6 +30,7 @@ import psutil
 PREFIX = "hvd-averaging-bench"
 HOSTS = {f"{PREFIX}-1": "10.213.77.1", f"{PREFIX}-2": "10.213.77.2"}
 INTERFACE = "eth0"  # in both: horovodrun knows one name for all hosts
+CONGESTION_CONTROL, CONGESTION_FILE = "reno", "/proc/sys/net/ipv4/tcp_congestion_control"
 SSH_PORT = 22
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -148,6 +149,8 @@ def connect() -> None:
     command("ip", "link", "add", "name", INTERFACE, *ends)
     for host, address in HOSTS.items():
         command("ip", "-netns", host, "address", "add", f"{address}/24", "dev", INTERFACE)
+        # The one that namespaces may always choose, so that machines compare: BBR, say, starts slowly after every pause.
+        command("ip", "netns", "exec", host, "sh", "-c", f"echo {CONGESTION_CONTROL} >{CONGESTION_FILE}")
         for interface in ("lo", INTERFACE):
             command("ip", "-netns", host, "link", "set", interface, "up")
 
