@@ -149,7 +149,7 @@ def connect() -> None:
     command("ip", "link", "add", "name", INTERFACE, *ends)
     for host, address in HOSTS.items():
         command("ip", "-netns", host, "address", "add", f"{address}/24", "dev", INTERFACE)
-        # The one that namespaces may always choose, so that machines compare: BBR, say, starts slowly after every pause.
+        # Namespaces may always choose this one, so that machines compare: BBR, say, needs time to find the speed.
         command("ip", "netns", "exec", host, "sh", "-c", f"echo {CONGESTION_CONTROL} >{CONGESTION_FILE}")
         for interface in ("lo", INTERFACE):
             command("ip", "-netns", host, "link", "set", interface, "up")
