@@ -163,6 +163,8 @@ def remove() -> None:
             end([psutil.Process(process) for process in inside if psutil.pid_exists(process)])
             command("ip", "netns", "delete", host)  # takes its end of the link along, and so the other end
         shutil.rmtree(Path("/etc/netns") / host, ignore_errors=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # others may have namespaces, too
         Path("/etc/netns").rmdir()
 
