@@ -1,163 +1,171 @@
-"""How long one round takes, beside what Horovod itself takes for the same parameters.
+"""How long one round takes, beside what Horovod itself, MPI and torch.distributed take for the same parameters.
 
     horovodrun -np 2 python benchmarks/round.py
     horovodrun -np 2 --mpi python benchmarks/round.py --repeats 30 --json round.json
     horovodrun -np 2 python benchmarks/round.py --framework tensorflow
+    horovodrun -np 4 python benchmarks/round.py --shapes 10x10MB 2000x10MB --only packed flat grouped
 
-The contestants take turns inside one run, so that a noisy machine is equally noisy for all of them; what counts is the
-ratio of medians.
+The contestants take turns inside one run, in a new order each time, so that a noisy machine is equally noisy for all
+of them; what counts is the ratio of medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
-import importlib.util
 import json
-import os
+import random
 import statistics
 import time
 import timeit
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import shapes
+from contestants import DELAYED, FLAT, FRAMEWORKS, PACKED, TENSORFLOW, Calls, Makers, threads_per_rank
+from rich import box
 from rich.console import Console
 from rich.table import Table
-from shapes import resnet50
 
 from hvd_averaging import PeriodicModelAverager
 
-Contestants = dict[str, Callable[[], object]]
-
-OURS = "hvd_averaging round"
-OURS_FLAT = "the same, flatten_parameters"
+OURS = (FLAT, PACKED, TENSORFLOW)  # what the others are compared with
+PARAMETER_COUNTS = (10, 10_000)  # for the time of a call at a step that has no round
 
 
-def averager() -> PeriodicModelAverager:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # period=1: here every call is to be a round
-        return PeriodicModelAverager(period=1)
+def choose(makers: Makers, words: Sequence[str] | None) -> dict[str, Calls]:
+    """Make the contestants whose name holds one of the words; all, if there are no words."""
+    chosen = [name for name in makers if words is None or any(word in name for word in words)]
+    return {name: makers[name]() for name in chosen}
 
 
-def torch_contestants(hvd: Any) -> Contestants:
-    import torch
-
-    from hvd_averaging.torch import flatten_parameters
-
-    torch.set_num_threads(threads_per_rank(hvd))
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in resnet50()]
-    tensors = [torch.randn(shape) for shape in resnet50()]
-    flat = torch.randn(sum(tensor.numel() for tensor in tensors))
-    neighbours = [torch.nn.Parameter(torch.randn(shape)) for shape in resnet50()]
-    flatten_parameters(neighbours)
-    every_step, in_place = averager(), averager()
-    return {
-        OURS: lambda: every_step.average_parameters(parameters),
-        OURS_FLAT: lambda: in_place.average_parameters(neighbours),
-        **mpi_contestants(hvd, flat.clone().numpy()),
-        "hvd.grouped_allreduce_": lambda: hvd.grouped_allreduce_(tensors, name="grouped", op=hvd.Average),
-        "hvd.allreduce_, one flat tensor": lambda: hvd.allreduce_(flat, name="flat", op=hvd.Average),
-    }
-
-
-def mpi_contestants(hvd: Any, numbers: Any) -> Contestants:
-    """What moving the bytes costs without Horovod, if mpi4py is there (``pip install mpi4py``)."""
-    if not hvd.mpi_enabled() or importlib.util.find_spec("mpi4py") is None:
-        return {}
-    mpi = importlib.import_module("mpi4py.MPI")
-    return {"MPI_Allreduce in place": lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, numbers)}
-
-
-def tensorflow_contestants(hvd: Any) -> Contestants:
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(threads_per_rank(hvd))
-    variables, others = ([tf.Variable(tf.random.normal(shape)) for shape in resnet50()] for _ in range(2))
-    every_step = averager()
-
-    def by_hand() -> None:
-        means = hvd.grouped_allreduce([variable.read_value() for variable in others], name="by_hand", op=hvd.Average)
-        for variable, mean in zip(others, means, strict=True):
-            variable.assign(mean)
-
-    return {
-        OURS: lambda: every_step.average_parameters(variables),
-        "hvd.grouped_allreduce and assign, in one tf.function": tf.function(by_hand, autograph=False),
-    }
-
-
-def threads_per_rank(hvd: Any) -> int:
-    """Ranks that fight for cores would measure that."""
-    return max(1, (os.cpu_count() or 1) // int(hvd.local_size()))
-
-
-def measure(hvd: Any, functions: Contestants, repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of every call, the functions taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+def measure(hvd: Any, contestants: dict[str, Calls], repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of every turn, the contestants taking turns in an order that is drawn anew each time."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    longest = 0.0
     for repeat in range(warm_up + repeats):
-        for name, function in functions.items():
+        for name in random.Random(repeat).sample(list(contestants), len(contestants)):  # the same on all ranks
             hvd.broadcast_object(0, name="line_up")  # a barrier, which horovod.tensorflow lacks
-            started = time.perf_counter()
-            function()
+            passed = run(contestants[name], pause=2 * longest)
             if repeat >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(passed)
+            else:
+                longest = max(longest, passed)
     return seconds
 
 
-def seconds_without_round(calls: int = 100_000) -> float:
-    """Seconds of one ``average_parameters`` call at a step that has no round."""
+def run(calls: Calls, pause: float) -> float:
+    """Seconds of one turn, without the pauses."""
+    passed = 0.0
+    for number, call in enumerate(calls):
+        if number > 0:
+            time.sleep(pause)
+        started = time.perf_counter()
+        call()
+        passed += time.perf_counter() - started
+    return passed
+
+
+def seconds_without_round(count: int, calls: int = 100_000) -> float:
+    """Seconds of one ``average_parameters`` call with so many parameters, at a step that has no round."""
     idle = PeriodicModelAverager(period=10**9, warmup_steps=10**9)
 
     class Parameter:
         pass
 
-    parameters = [Parameter() for _ in range(161)]
+    parameters = [Parameter() for _ in range(count)]
     return min(timeit.repeat(lambda: idle.average_parameters(parameters), number=calls, repeat=5)) / calls
 
 
-def report(hvd: Any, framework: str, seconds: dict[str, list[float]], idle: float) -> dict[str, object]:
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    backend = "Open MPI" if hvd.mpi_enabled() else "Gloo"
-    table = Table(title=f"One round over ResNet-50's 25.6 M fp32: {framework}, {hvd.size()} ranks, {backend}")
-    ours = {"ours": OURS, "flat": OURS_FLAT} if OURS_FLAT in medians else {"ours": OURS}
-    for column in ("", "median ms", "best ms", *(f"{short} / this" for short in ours)):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, median in medians.items():
-        ratios = (f"{medians[one] / median:.2f}" for one in ours.values())
-        table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(seconds[name]):.1f}", *ratios)
-    console = Console(force_terminal=False, highlight=False)  # launchers put tags before every line
-    console.print(table)
-    console.print(f"A call at a step without a round: {1e6 * idle:.2f} µs.")
+def result(hvd: Any, framework: str, name: str, link: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """What goes into the JSON for one set of shapes, ratios first: every ``median / other`` of ours."""
+    medians = {contestant: statistics.median(times) for contestant, times in seconds.items()}
+    ours = [contestant for contestant in OURS if contestant in medians]
     return {
+        "ratios": {one: {other: round(medians[one] / medians[other], 4) for other in medians} for one in ours},
+        "kind": "round",
+        "shapes": name,
         "framework": framework,
         "ranks": hvd.size(),
-        "backend": backend,
+        "backend": "Open MPI" if hvd.mpi_enabled() else "Gloo",
+        "link": link,
         "threads_per_rank": threads_per_rank(hvd),
-        "seconds": seconds,
-        "median_seconds": medians,
-        "to_this": {one: {name: medians[one] / median for name, median in medians.items()} for one in ours.values()},
-        "seconds_without_round": idle,
+        "median_seconds": {contestant: round(median, 6) for contestant, median in medians.items()},
+        "seconds": {contestant: [round(each, 6) for each in times] for contestant, times in seconds.items()},
     }
 
 
-CONTESTANTS = {"torch": torch_contestants, "tensorflow": tensorflow_contestants}
+def table(result: dict[str, Any]) -> Table:
+    title = f"One round: {shapes.describe(result['shapes'])}, {result['framework']}, {result['ranks']} ranks, "
+    title += result["backend"] + (f", {result['link']}" if result["link"] else "")
+    caption = "Quartiles in brackets. "
+    if DELAYED in result["seconds"]:
+        caption += "Delayed: only what the training loop waits for."
+    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    shown.title_justify = shown.caption_justify = "left"
+    shown.add_column(no_wrap=True)
+    for heading in (*(f"{one.removeprefix('ours, ')} / this" for one in result["ratios"]), "median ms", ""):
+        shown.add_column(heading, justify="right")
+    for name, times in result["seconds"].items():
+        low, median, high = (f"{1e3 * each:.3g}" for each in quartiles(times))
+        ratios = (f"{ratios[name]:.2f}" for ratios in result["ratios"].values())
+        shown.add_row(name, *ratios, median, f"({low} to {high})")
+    return shown
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return (times[0],) * 3
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    option = parser.add_argument
+    option("--framework", choices=FRAMEWORKS, default="torch", help="default: %(default)s")
+    option("--shapes", nargs="+", default=["resnet50"], help=f"{', '.join(shapes.MODELS)} or like 300x10MB")
+    option("--only", nargs="+", metavar="WORD", help="contestants whose name holds one of these words")
+    option("--repeats", type=int, default=20, help="timed turns of each contestant (default: %(default)s)")
+    option("--link", default="", help="what lies between the ranks, for the title and the JSON")
+    option("--json", type=Path, help="also write every time and ratio to this file")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats is at least 1")
+    try:
+        for name in arguments.shapes:
+            shapes.named(name)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--framework", choices=CONTESTANTS, default="torch", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each contestant (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write every time and ratio to this file")
-    arguments = parser.parse_args()
+    arguments = parse()
     hvd = importlib.import_module(f"horovod.{arguments.framework}")
     hvd.init()
-    seconds = measure(hvd, CONTESTANTS[arguments.framework](hvd), arguments.repeats)
+    console = Console(force_terminal=False, highlight=False, quiet=hvd.rank() != 0, width=100)
+    results = []
+    for name in arguments.shapes:
+        makers = FRAMEWORKS[arguments.framework](hvd, shapes.named(name), name).makers()
+        contestants = choose(makers, arguments.only)
+        if not contestants:
+            raise SystemExit(f"round.py: no contestant is called like {arguments.only}, only: {', '.join(makers)}")
+        seconds = measure(hvd, contestants, arguments.repeats)
+        results.append(result(hvd, arguments.framework, name, arguments.link, seconds))
+        console.print("", table(results[-1]), sep="\n")
+        del contestants, makers
+        gc.collect()  # the next shapes need the memory
     if hvd.rank() == 0:
-        results = report(hvd, arguments.framework, seconds, seconds_without_round())
+        idle = {str(count): seconds_without_round(count) for count in PARAMETER_COUNTS}
+        said = ", ".join(f"{1e6 * seconds:.2f} µs with {count} parameters" for count, seconds in idle.items())
+        console.print(f"\nA call at a step without a round: {said}.")
+        for each in results:
+            each["seconds_without_round"] = idle
         if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=2))
+            arguments.json.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

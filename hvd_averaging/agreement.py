@@ -23,7 +23,7 @@ class Claim:
 
     ``settings`` describes the averager (class, schedule, name); ``basis`` is a hash of what a shorter way to average
     rests on (how the tensors lie in memory, or the anchor), 0 without one; ``failure`` is why this rank cannot take
-    part.
+    part; ``look`` stays the same object while all parameters are where they were.
     """
 
     step: int
@@ -32,6 +32,7 @@ class Claim:
     layout: Layout
     failure: Exception | None = None
     basis: int = 0
+    look: object = None
 
     def encode(self) -> list[int]:
         return [

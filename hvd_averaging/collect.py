@@ -6,6 +6,7 @@ gradient happens to be there decides nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,20 @@ Named = tuple[str, Any]
 
 
 @dataclass(frozen=True)
+class _Look:
+    """What is seen of things at a glance (see ``Adapter.glance``), and which of them are averaged."""
+
+    names: list[str]
+    glance: list[Any]
+    kept: list[int]
+
+
+@dataclass(frozen=True)
 class Collected:
     """Tensors in order, the layout that describes them, and the adapter that can handle them.
 
-    ``companions`` are what is averaged along with them, by rules of its own.
+    ``companions`` are what is averaged along with them, by rules of its own. ``look`` is the same object as long as
+    everything is seen to be as it was.
     """
 
     adapter: Adapter
@@ -38,10 +49,12 @@ class Collected:
     ignored: int = 0
     signature: tuple[Any, ...] = ()
     companions: Sequence[Companion] = ()
+    look: _Look | None = None
 
     def __add__(self, other: Collected) -> Collected:
         """Both, to be averaged in one round."""
-        return replace(self, tensors=[*self.tensors, *other.tensors], layout=self.layout + other.layout)
+        tensors, layout = [*self.tensors, *other.tensors], self.layout + other.layout
+        return replace(self, tensors=tensors, layout=layout, look=None)
 
 
 def collect(
@@ -70,17 +83,35 @@ def collect(
         found = () if buffers == "local" else _buffers(params.model, buffers)
         return replace(collect(params.params, known=known), companions=[*found, *params.companions])
     companions = () if buffers == "local" else _buffers(params, buffers)
-    adapter, named = _of_one_framework(list(_expand(params, everything)))
-    kept: dict[Any, Named] = {}
-    for name, tensor in named:
+    items = list(_expand(params, everything))
+    again = None if known is None else _as_before(items, known)
+    if again is not None:
+        return replace(again, companions=companions)
+    adapter, named = _of_one_framework(items)
+    kept: dict[Any, int] = {}
+    for number, (name, tensor) in enumerate(named):
         if everything or adapter.takes_part(tensor):
             identity = adapter.identity(name, tensor)
-            kept.setdefault((identity, id(tensor)) if apart else identity, (name, tensor))
-    signature = tuple((identity, name) for identity, (name, _) in kept.items())
+            kept.setdefault((identity, id(tensor)) if apart else identity, number)
+    signature = tuple((identity, named[number][0]) for identity, number in kept.items())
     same = known is not None and known.adapter is adapter and known.signature == signature
-    layout = known.layout if known is not None and same else _describe(adapter, kept.values())
-    tensors = [tensor for _, tensor in kept.values()]
-    return Collected(adapter, tensors, layout, len(named) - len(kept), signature, companions)
+    chosen = [named[number] for number in kept.values()]
+    layout = known.layout if known is not None and same else _describe(adapter, chosen)
+    glance = None if apart else adapter.glance([thing for _, thing in items])
+    look = None if glance is None else _Look([name for name, _ in items], glance, list(kept.values()))
+    tensors = [tensor for _, tensor in chosen]
+    return Collected(adapter, tensors, layout, len(named) - len(kept), signature, companions, look)
+
+
+def _as_before(items: Sequence[Named], known: Collected) -> Collected | None:
+    """What is collected if nothing has changed, which is seen in a tenth of the time that a closer look takes."""
+    look = known.look
+    if look is None or len(items) != len(look.names) or [name for name, _ in items] != look.names:
+        return None
+    things = [thing for _, thing in items]
+    if known.adapter.glance(things) != look.glance:
+        return None
+    return replace(known, tensors=[things[number] for number in look.kept])
 
 
 def _buffers(model: object, wanted: str) -> Sequence[Companion]:
@@ -149,6 +180,8 @@ def _expand_items(params: Iterable[Any]) -> list[Named]:
             "The iterator of parameters has nothing in it: it was used before, or the model has no parameters. Call "
             "model.parameters() afresh for every call, or pass the model or a list."
         )
+    if not any(issubclass(kind, (tuple, Mapping)) for kind in set(map(type, items))):
+        return list(zip(_numbers(len(items)), items, strict=True))
     named: list[Named] = []
     for number, item in enumerate(items):
         if isinstance(item, Mapping) and _is_group(item):
@@ -158,6 +191,12 @@ def _expand_items(params: Iterable[Any]) -> list[Named]:
         else:
             named.append((str(number), item))
     return named
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers(count: int) -> list[str]:
+    """The names of tensors that have none."""
+    return list(map(str, range(count)))
 
 
 def collect_or_explain(params: object, **options: Any) -> tuple[Collected, Exception | None]:

@@ -62,6 +62,11 @@ class Entry:
         """Its shape in a bucket, where a complex number is a pair of reals."""
         return (*self.shape, 2) if self.dtype.startswith("complex") else self.shape
 
+    @property
+    def bytes(self) -> int:
+        """What it takes on the wire."""
+        return math.prod(self.wire_shape) * WIRE_ITEMSIZE[self.wire_dtype]
+
     @cached_property
     def fingerprint(self) -> int:
         return fingerprint(f"{self.name}|{self.shape}|{self.dtype}|{self.device}|{self.place}")
@@ -115,6 +120,11 @@ class Layout:
     def fingerprint(self) -> int:
         return fingerprint(",".join(str(entry.fingerprint) for entry in self.entries))
 
+    @property
+    def bytes(self) -> int:
+        """What it takes on the wire."""
+        return sum(entry.bytes for entry in self.entries)
+
     def __add__(self, other: Layout) -> Layout:
         """Both, in buckets apart, so that those of the one are the same with and without the other, which is exact."""
         first_place = 1 + max((entry.place for entry in self.entries), default=-1)
@@ -123,7 +133,7 @@ class Layout:
 
     def fragments(self, count: int) -> list[range]:
         """The numbers of the entries, in ``count`` stretches of about equally many bytes on the wire."""
-        sizes = [math.prod(entry.wire_shape) * WIRE_ITEMSIZE[entry.wire_dtype] for entry in self.entries]
+        sizes = [entry.bytes for entry in self.entries]
         middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         total = max(sum(sizes), 1)
         starts = [bisect.bisect_left(middles, number * total / count) for number in range(count)]

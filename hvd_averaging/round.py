@@ -67,6 +67,7 @@ class Agreed:
     basis: int
     same_basis: bool
     reduction: Reduction
+    look: object = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Rounds:
             tally = Tally.decode(Header(step, 0, presence, contributes).encode())
             return Round(step, time.perf_counter() - started, 0, len(collected.tensors), tally.contributors), tally
         cargo, whole = self._load(collected, channel)
-        claim = Claim(step, presence, settings + self._travel(), whole.layout, failure)
+        claim = Claim(step, presence, settings + self._travel(), whole.layout, failure, look=whole.look)
         try:
             begun = self._begin(claim, whole.tensors, contributes, channel)
             yield
@@ -190,6 +191,9 @@ class Rounds:
         claim = Claim(step, Presence.JOINING, settings + self._travel(), self._agreed.layout)
         agreed = self._agreed
         return agree(claim, Channel(agreed.adapter, agreed.members, self.name, self.timeout, step, self.call)).step
+
+    def _bucket_bytes(self, layout: Layout) -> int | None:
+        return self.bucket_bytes
 
     def _travel(self) -> str:
         """What ranks must agree about besides the schedule, or their collectives would not meet."""
@@ -271,6 +275,8 @@ class Rounds:
         """Whether what this rank brings is what was agreed."""
         if claim.failure is not None or claim.presence is Presence.LEAVING:
             return claim.failure is None
+        if claim.look is not None and claim.look is agreed.look:
+            return True
         if claim.layout.fingerprint != agreed.layout.fingerprint:
             return False
         return self._basis(agreed.adapter, agreed.buckets, tensors) == agreed.basis
@@ -284,7 +290,7 @@ class Rounds:
         return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place=same_basis)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> Agreed:
-        buckets = claim.layout.buckets(self.bucket_bytes, headers.LENGTH)
+        buckets = claim.layout.buckets(self._bucket_bytes(claim.layout), headers.LENGTH)
         basis = self._basis(channel.adapter, buckets, tensors)
         known = self._agreed
         same = known is not None and known.layout.fingerprint == claim.layout.fingerprint
@@ -298,7 +304,7 @@ class Rounds:
         # The layout is part of the name, so that the averagers of two models can share the averager's name.
         name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
         reduction = self._make_reduction(buckets, tensors, name, channel, same_basis)
-        return Agreed(channel.adapter, channel.members, claim.layout, buckets, basis, same_basis, reduction)
+        return Agreed(channel.adapter, channel.members, claim.layout, buckets, basis, same_basis, reduction, claim.look)
 
     def _give_up(self, error: AveragingError) -> None:
         """After these the ranks no longer know of each other where they are."""

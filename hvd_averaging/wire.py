@@ -21,8 +21,9 @@ from .round import Agreed, Rounds
 WIRES = ("fp16", "bf16", "int8")
 """What a change may travel in; see :class:`hvd_averaging.ModelAverager`."""
 
-BUCKET_BYTES = 16 * 2**20
-"""Unless the user says: one bucket is coded while another one travels."""
+BUCKET_BYTES, MOST_BUCKETS = 2 * 2**20, 200
+"""Unless the user says: one bucket is coded while another one travels, and messages of half a megabyte go both ways at
+full speed, over Gloo. But no more buckets than Horovod has names in its cache for."""
 
 
 def check_wire(wire: str | None) -> None:
@@ -43,7 +44,7 @@ class WireRounds(Rounds):
         buffers: str = "local",
         wire: str = "fp16",
     ) -> None:
-        super().__init__(name, process_set, timeout, bucket_bytes or BUCKET_BYTES, buffers)
+        super().__init__(name, process_set, timeout, bucket_bytes, buffers)
         self.wire = wire
         self._loaded: Mapping[str, Any] | None = None
         self._hash = 0
@@ -59,6 +60,9 @@ class WireRounds(Rounds):
     def resume(self, state: Mapping[str, Any] | None) -> None:
         """Take up :meth:`state` in the next round, for which all ranks compare what they have."""
         self._loaded = {} if state is None else state
+
+    def _bucket_bytes(self, layout: Layout) -> int:
+        return self.bucket_bytes or max(BUCKET_BYTES, layout.bytes // MOST_BUCKETS)
 
     def _travel(self) -> str:
         return f"{super()._travel()}, wire={self.wire!r}"

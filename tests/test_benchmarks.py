@@ -1,15 +1,20 @@
-"""The benchmark with stragglers: what it expects, against a simulation, and that it runs."""
+"""The benchmarks: that they run, and what that with stragglers expects, against a simulation."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-STRAGGLERS = Path(__file__).parents[1] / "benchmarks" / "stragglers.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+STRAGGLERS = BENCHMARKS / "stragglers.py"
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +77,67 @@ def test_straggler_benchmark_refuses_broken_blocks(benchmark, monkeypatch, capsy
     with pytest.raises(SystemExit):
         benchmark["parse"]()
     assert "--steps 12 is not a multiple of 8" in capsys.readouterr().err
+
+
+def test_round_benchmark_compares_with_others(horovodrun, tmp_path):
+    options = ["--shapes", "3x12KB", "20x1MB", "--only", "ours, flat", "Averager", "--repeats", "1", "--json"]
+    launched = horovodrun(2, BENCHMARKS / "round.py", limit=60, args=[*options, str(tmp_path / "round.json")])
+    assert launched.returncode == 0, launched.output
+    small, large = json.loads((tmp_path / "round.json").read_text())
+    assert (small["shapes"], large["shapes"], small["ranks"]) == ("3x12KB", "20x1MB", 2)
+    assert list(small["ratios"]) == ["ours, flat"]
+    assert {"ours, flat", "ours, flat, one tensor", "torch's PeriodicModelAverager"} == small["seconds"].keys()
+    assert min(map(min, small["seconds"].values())) > 0
+
+
+def test_training_benchmark_stops_at_the_accuracy_or_the_limit(horovodrun, tmp_path):
+    options = ["--ballast", "5x20KB", "--turns", "2", "--seconds", "2", "--accuracy", "0.5", "--only"]
+    ways = ["hvd.DistributedOptimizer", "period 32, delay 16", "period 8, int8"]
+    arguments = [*options, *ways, "--json", str(tmp_path / "training.json")]
+    launched = horovodrun(2, BENCHMARKS / "end_to_end.py", limit=60, args=arguments)
+    assert launched.returncode == 0, launched.output
+    [result] = json.loads((tmp_path / "training.json").read_text())
+    assert list(result["ratios"]) == ways
+    for way in ways:
+        seconds, reached = result["seconds_to_accuracy"][way], result["curves"][way]
+        assert (seconds is None) == all(accuracy < 0.5 for _, accuracy in reached)
+        assert min(result["samples_per_second"][way]) > 0
+
+
+def test_bars_say_what_is_met_and_what_was_not_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bars = runpy.run_path(str(BENCHMARKS / "bars.py"))["bars"]
+    medians = {"ours, packed": 1.0, "ours, fp16": 0.7, "ours, int8": 0.3}
+    round_ = {"kind": "round", "ranks": 2, "shapes": "resnet50", "backend": "Gloo", "link": "1gbit"}
+    training = {"kind": "end to end", "link": "1gbit", "ratios": {"period 32": 9.0}}
+    verdicts = {bar.what: bar.verdict for bar in bars([{**round_, "median_seconds": medians}, training])}
+    assert verdicts["ours, fp16 / fp32, 1 Gbit"] == "not met"
+    assert verdicts["ours, int8 / fp32, 1 Gbit"] == "met"
+    assert verdicts["samples/s, period 32 / hvd.DistributedOptimizer, 1 Gbit"] == "met"
+    assert sorted(verdicts.values()).count("not measured") == len(verdicts) - 3
+
+
+def test_shapes_by_name(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    shapes = importlib.import_module("shapes")
+    counts = {name: (len(shapes.named(name)), shapes.elements(shapes.named(name))) for name in shapes.MODELS}
+    assert counts == {"resnet50": (161, 25_557_032), "gpt2_small": (148, 124_439_808)}
+    assert shapes.named("3x40KB") == [(3334,), (3333,), (3333,)]
+    with pytest.raises(ValueError, match="neither one of resnet50, gpt2_small"):
+        shapes.named("huge")
+
+
+def test_two_hosts_run_a_script_and_leave_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import horovod.torch as hvd, torch\nhvd.init()\n"
+        "print(hvd.local_size(), hvd.size(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item())\n"
+    )
+    command = [sys.executable, str(BENCHMARKS / "two_hosts.py"), "--link", "1gbit", "--limit", "60", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    if "two hosts on one machine" in done.stderr or " failed: " in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 2 2.0") == 2
+    assert not list(Path("/etc/netns").glob("hvd-averaging-bench-*"))
+    assert not list(Path("/run/netns").glob("hvd-averaging-bench-*"))

@@ -21,7 +21,9 @@ from hvd_averaging import (
     PeriodicModelAverager,
     check_replicas,
 )
+from hvd_averaging.layout import Entry, Layout
 from hvd_averaging.torch import PostLocalSGDOptimizer, flatten_parameters
+from hvd_averaging.wire import WireRounds
 
 WIRES = ("fp16", "bf16", "int8")
 LARGEST_ROUNDING = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
@@ -415,6 +417,12 @@ def test_every_level_of_a_hierarchy_has_its_anchor(rank, size, wire):
         # At most the largest change of four steps, rounded on its way to the pair and to all, there and back.
         np.testing.assert_allclose(weights.numpy(), exact[rank], rtol=0, atol=4 * 0.1 * LARGEST_ROUNDING[wire])
     assert [sorted(level["anchor"]) for level in averager.state_dict()["wire"]] == [["0"], ["0"]]
+
+
+def test_large_models_have_no_more_buckets_than_names():
+    for elements, most in ((10**6, 2), (25 * 10**6, 50), (10**9, 201), (2**36, 201)):
+        layout = Layout((Entry("weight", (elements,), "float32"),))
+        assert len(layout.buckets(WireRounds("rounds", None, None)._bucket_bytes(layout))) <= most
 
 
 @on_gloo(2)

@@ -131,6 +131,12 @@ class Adapter(Protocol):
     def identity(self, name: str, tensor: Any) -> Hashable:
         """Equal for tensors that share their elements, such as tied weights. ``TypeError`` if that cannot be told."""
 
+    def glance(self, things: Sequence[object]) -> list[Any] | None:
+        """What can be seen quickly of what ``native`` would take; ``None`` if that says too little.
+
+        While it is equal, so are what takes part, the identities, the entries and how the tensors lie in memory.
+        """
+
     def entry(self, name: str, tensor: Any, places: dict[Any, int]) -> Entry:
         """Describe ``tensor``; ``places`` numbers the devices seen so far and is extended."""
 

@@ -6,10 +6,11 @@ How parameters travel is in ``torch_reduction`` and, for those that lie in one p
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +24,15 @@ from .torch_delayed import DelayedReduction
 from .torch_pipeline import BUFFERS, PipelinedReduction
 from .torch_reduction import Polled, TorchReduction
 from .torch_wire import WireReduction
+
+_SEEN: Sequence[Callable[[torch.Tensor], object]] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.numel,
+    operator.attrgetter("dtype"),
+    operator.attrgetter("requires_grad"),
+    type,
+)
 
 
 class TorchAdapter:
@@ -91,6 +101,14 @@ class TorchAdapter:
             self.check(name, tensor)  # says why
         pointer = tensor.data_ptr() or id(tensor)  # tensors without elements all point nowhere
         return tensor.device, pointer, tensor.dtype, tensor.shape, tensor.stride()
+
+    def glance(self, things: Sequence[object]) -> list[Any] | None:
+        tensors = cast(Sequence[torch.Tensor], things)
+        try:
+            # A shape cannot change while the strides and the number of elements stay.
+            return [list(map(seen, tensors)) for seen in _SEEN]
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # nothing for us, or a closer look says why
+            return None
 
     def entry(self, name: str, tensor: torch.Tensor, places: dict[Any, int]) -> Entry:
         place = places.setdefault(tensor.device, len(places))

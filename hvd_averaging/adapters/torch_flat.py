@@ -104,7 +104,8 @@ class FlatReduction(Polled):
     def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
         self._sums, self._packed = [], []
         for number, bucket in enumerate(self._buckets):
-            flat = flat_of(bucket, tensors) if terms.contributes else None
+            # That it still is one was seen when the layout was compared.
+            flat = _owners[tensors[bucket.pieces[0].entry]] if self._in_place[number] and terms.contributes else None
             self._packed.append(flat is None)
             self._sums.append(self._pack(number, tensors if terms.contributes else None) if flat is None else flat)
         count = len(self._sums)
@@ -114,13 +115,13 @@ class FlatReduction(Polled):
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
         for number, (flat, packed) in enumerate(zip(self._sums, self._packed, strict=True)):
-            pieces = self._pieces(number, tensors)
             if packed:
-                for piece, view in zip(pieces, self._views(number, flat), strict=True):
+                for piece, view in zip(self._pieces(number, tensors), self._views(number, flat), strict=True):
                     torch.div(view, contributors, out=piece)
             else:
                 flat.div_(contributors)
-                torch.autograd.graph.increment_version(pieces)  # autograd cannot see that they share memory
+                # Autograd cannot see that they share memory.
+                torch.autograd.graph.increment_version([tensors[piece.entry] for piece in self._buckets[number].pieces])
         self._sums = []
 
     def abandon(self) -> None:
