@@ -18,6 +18,7 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # types are in the text where they matter; with defaults, signatures are long enough
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Raises in fit", "params_style")]
 
