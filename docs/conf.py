@@ -2,7 +2,9 @@
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the API reference imports TensorFlow, which is chatty
+# The API reference imports TensorFlow, which is chatty.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import hvd_averaging
 

@@ -8,8 +8,8 @@ A block runs by itself in plain Python, unless an HTML comment before it, which 
     <!-- before: ... -->                                Python to run before it
     <!-- after: ... -->                                 Python to run after it, such as assertions
 
-The blocks of one page share their names, as they do for who reads from top to bottom. All that are to run in the same way
-do so in one launch, page by page.
+The blocks of one page share their names, as they do for who reads from top to bottom. All that are to run in the same
+way do so in one launch, page by page.
 """
 
 from __future__ import annotations
