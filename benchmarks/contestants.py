@@ -41,8 +41,9 @@ def averager(name: str, **options: Any) -> PeriodicModelAverager:
 
 
 def threads_per_rank(hvd: Any) -> int:
-    """Ranks that fight for cores would measure that."""
-    return max(1, (os.cpu_count() or 1) // int(hvd.local_size()))
+    """Ranks that fight for cores would measure that. Who launches two hosts on one machine says how many there are."""
+    told = os.environ.get("OMP_NUM_THREADS")
+    return int(told) if told else max(1, (os.cpu_count() or 1) // int(hvd.local_size()))
 
 
 class OfTorch:

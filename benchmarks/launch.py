@@ -20,7 +20,6 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 TAG = re.compile(r"^\[\d+(?:,\d+)?\]<(?:stdout|stderr)>: ?")  # before every line, by the launcher
 
 ENVIRONMENT = {  # more ranks than cores, possibly by root, and no chat of TensorFlow, which horovodrun imports
-    "OMP_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -57,10 +56,11 @@ def run_python(
         environment: beyond this process's own.
         enter: a command before horovodrun, such as one that enters a namespace.
     """
+    threads = str(max(1, (os.cpu_count() or 1) // np))  # all ranks are on this machine, even if on two hosts
     command = [*enter, str(HOROVODRUN), "-np", str(np), "--disable-cache", *options, sys.executable, *arguments]
     process = subprocess.Popen(
         command,
-        env={**ENVIRONMENT, **os.environ, **(environment or {})},
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": threads, **os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

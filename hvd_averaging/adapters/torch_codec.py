@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
-STRETCH = 2**16
-"""Elements of a stretch on a CPU: what two of them take in float32 fits the second-level cache."""
+STRETCH = 2**15
+"""Elements of a stretch on a CPU: what several of them take in float32 fits the second-level cache, and so few PyTorch
+does not spread over threads, which would wait for each other after every operation."""
 
 BLOCK = 512
 """Elements that share a step of four bytes, so that steps cost 0.8 % of the bytes."""
