@@ -31,7 +31,8 @@ def plan(size: int, sizes: Sequence[int]) -> list[list[int]]:
     """The ranks of every process set that groups of these sizes need, for listing them in ``hvd.init``.
 
     Args:
-        size: the number of ranks of the job; ``int(os.environ["HOROVOD_SIZE"])`` before ``hvd.init``.
+        size: the number of ranks of the job; before ``hvd.init`` it is in the environment, as
+            ``HOROVOD_SIZE`` (Gloo) or ``OMPI_COMM_WORLD_SIZE`` (Open MPI).
         sizes: of the groups, each dividing ``size``. Groups of one and of all ranks need no set.
 
     Raises:

@@ -6,7 +6,7 @@ The same objects as in :mod:`hvd_averaging`, which finds the framework by what i
 
 import tensorflow  # noqa: F401 - an adapter is looked for among frameworks that are loaded
 
-from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
 from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from .round import Round
 
@@ -17,6 +17,7 @@ __all__ = [
     "ReplicaReport",
     "Round",
     "average_parameters",
+    "average_together",
     "averaged",
     "broadcast_parameters",
     "check_replicas",

@@ -1,4 +1,4 @@
-"""Everything for PyTorch loops: what is in :mod:`hvd_averaging`, and post-local SGD as one optimizer.
+"""Everything for PyTorch loops: what is in :mod:`hvd_averaging` but the errors, and post-local SGD as one optimizer.
 
 Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py``::
 
@@ -17,7 +17,7 @@ Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py
         optimizer.zero_grad()
 """
 
-from ..averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from ..averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
 from ..replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from ..round import Round
 from .flat import flatten_parameters
@@ -31,6 +31,7 @@ __all__ = [
     "ReplicaReport",
     "Round",
     "average_parameters",
+    "average_together",
     "averaged",
     "broadcast_parameters",
     "check_replicas",
