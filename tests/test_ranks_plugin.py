@@ -338,7 +338,7 @@ def test_horovodrun_kills_at_the_limit(horovodrun: Callable[..., Launched], tmp_
         print("begun", flush=True)
         time.sleep(600)
     """
-    launched = horovodrun(2, script, limit=9, env={MARK: str(tmp_path)})
+    launched = horovodrun(2, script, limit=7, env={MARK: str(tmp_path)})
     assert launched.timed_out
     assert launched.output.count("begun") == 2
     assert launched.seconds < 40

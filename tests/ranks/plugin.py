@@ -28,7 +28,7 @@ MARKER = (
 
 # The ranks of the next world import what they need while the last so many tests of this one run; not earlier, since
 # ranks that wait take some of the processors, too.
-LAST_TESTS = 15
+LAST_TESTS = 60
 
 HorovodRun = Callable[..., launch.Launched]
 
