@@ -21,7 +21,15 @@ from ..errors import AveragingError
 from ..layout import Bucket, Entry
 from ..members import Members
 from . import DelayedReduction, Pending
-from .tensorflow_reduction import Functions, InThread, TensorFlowReduction, graph_name, is_keras_variable, value_of
+from .tensorflow_reduction import (
+    Functions,
+    InThread,
+    TensorFlowReduction,
+    graph_name,
+    is_keras_variable,
+    summing,
+    value_of,
+)
 from .tensorflow_wire import CODINGS, WireReduction
 
 _LONGEST_BLOCK = 2**31 - 1  # bytes in one broadcast
@@ -135,14 +143,7 @@ class TensorFlowAdapter:
     def sum_integers(self, values: Sequence[int], name: str, members: Members) -> Pending:
         key = (name, len(values), members.process_set.process_set_id)
         if key not in self._sums:
-            summed = partial(
-                self.hvd.mpi_ops._allreduce,
-                name=graph_name(name),
-                op=self.hvd.Sum,
-                ignore_name_scope=True,
-                process_set=members.process_set,
-            )
-            self._sums[key] = tf.function(summed, autograph=False)
+            self._sums[key] = summing(self.hvd, name, members)
         return InThread(lambda: self._sums[key](tf.constant(values, tf.int64)).numpy().tolist())
 
     def broadcast(self, tensors: Sequence[Any], name: str, root_rank: int, members: Members) -> Pending:

@@ -118,18 +118,24 @@ class Functions:
         return tf.cast(groups[0][-1], tf.float32), [group[:-1] for group in groups]
 
 
+def summing(hvd: Any, name: str, members: Members) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A traced function that sums a tensor over the process set, under this name."""
+    summed = partial(
+        hvd.mpi_ops._allreduce,
+        name=graph_name(name),
+        op=hvd.Sum,
+        ignore_name_scope=True,
+        process_set=members.process_set,
+    )
+    function: Callable[[tf.Tensor], tf.Tensor] = tf.function(summed, autograph=False)
+    return function
+
+
 class HeaderSum:
     """A collective of headers alone, for when ranks make sure of each other before they send anything else."""
 
     def __init__(self, hvd: Any, name: str, members: Members) -> None:
-        summed = partial(
-            hvd.mpi_ops._allreduce,
-            name=graph_name(name),
-            op=hvd.Sum,
-            ignore_name_scope=True,
-            process_set=members.process_set,
-        )
-        self._sum = tf.function(summed, autograph=False)
+        self._sum = summing(hvd, name, members)
 
     def start(self, header: Sequence[float]) -> Pending:
         return InThread(lambda: self._sum(tf.constant(header, tf.float32)).numpy().tolist())

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..layout import Bucket, fingerprint
 from ..members import Members
 from . import Pending, Terms
-from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
+from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
 
 _owners = WeakIdKeyDictionary()  # parameter to the tensor of all its neighbours
 
@@ -83,7 +83,7 @@ class FlatReduction(Polled):
         self._header = HeaderSum(hvd, f"{name}.header", members)
         self._strides = [tensor.stride() for tensor in tensors]
         self._in_place = [flat_of(bucket, tensors) is not None for bucket in buckets]
-        self._devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]
+        self._devices = [device_of(bucket, tensors) for bucket in buckets]
         self._handles = []
         self._sums: list[torch.Tensor] = []
         self._packed: list[bool] = []
@@ -114,14 +114,14 @@ class FlatReduction(Polled):
 
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        for number, (flat, packed) in enumerate(zip(self._sums, self._packed, strict=True)):
+        for number, (bucket, flat, packed) in enumerate(zip(self._buckets, self._sums, self._packed, strict=True)):
             if packed:
-                for piece, view in zip(self._pieces(number, tensors), self._views(number, flat), strict=True):
+                for piece, view in zip(pieces_of(bucket, tensors), self._views(number, flat), strict=True):
                     torch.div(view, contributors, out=piece)
             else:
                 flat.div_(contributors)
                 # Autograd cannot see that they share memory.
-                torch.autograd.graph.increment_version([tensors[piece.entry] for piece in self._buckets[number].pieces])
+                torch.autograd.graph.increment_version([tensors[piece.entry] for piece in bucket.pieces])
         self._sums = []
 
     def abandon(self) -> None:
@@ -138,7 +138,7 @@ class FlatReduction(Polled):
         bucket = self._buckets[number]
         flat = torch.zeros(bucket.elements, dtype=WIRE[bucket.dtype], device=self._devices[number])
         if tensors is not None and bucket.pieces:
-            torch._foreach_copy_(self._views(number, flat), self._pieces(number, tensors))
+            torch._foreach_copy_(self._views(number, flat), pieces_of(bucket, tensors))
         return flat
 
     def _views(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -146,7 +146,4 @@ class FlatReduction(Polled):
         if self._in_place[number]:
             pieces = self._buckets[number].pieces
             return [flat.as_strided(piece.shape, self._strides[piece.entry], piece.start) for piece in pieces]
-        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self._buckets[number].pieces]
-
-    def _pieces(self, number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [wire_view(tensors[piece.entry])[piece.index] for piece in self._buckets[number].pieces]
+        return views_of(self._buckets[number], flat)

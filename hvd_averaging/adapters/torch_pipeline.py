@@ -15,7 +15,7 @@ import torch
 from ..layout import Bucket
 from ..members import Members
 from . import Pending, Terms
-from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
+from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
 
 BUFFERS = 2
 
@@ -32,7 +32,7 @@ class PipelinedReduction(Polled):
         self._hvd, self._buckets, self._name, self._members = hvd, buckets, name, members
         self._header = HeaderSum(hvd, f"{name}.header", members)
         self._buffers = _Buffers(buckets, tensors)
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: Sequence[torch.Tensor] = ()
         self._under_way: deque[tuple[int, torch.Tensor, int]] = deque()
 
     @property
@@ -44,7 +44,7 @@ class PipelinedReduction(Polled):
 
     @torch.no_grad()
     def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
-        self._tensors, self._terms = [wire_view(tensor) for tensor in tensors], terms
+        self._tensors, self._terms = tensors, terms
         self._waiting: Iterator[int] = iter(range(len(self._buckets)))
         for _ in range(BUFFERS):
             self._send_next()
@@ -55,7 +55,8 @@ class PipelinedReduction(Polled):
         while self._under_way and self._hvd.poll(self._under_way[0][2]):
             number, flat, handle = self._under_way.popleft()
             self._hvd.synchronize(handle)
-            for piece, view in zip(self._pieces(number), self._views(number, flat), strict=True):
+            bucket = self._buckets[number]
+            for piece, view in zip(pieces_of(bucket, self._tensors), views_of(bucket, flat), strict=True):
                 torch.div(view, self._terms.contributors, out=piece)
             self._send_next()
         return not self._under_way
@@ -64,7 +65,7 @@ class PipelinedReduction(Polled):
         return ()
 
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        self._tensors = []  # all is written; keeps no parameter alive
+        self._tensors = ()  # all is written; keeps no parameter alive
 
     def abandon(self) -> None:
         """Nothing can be done: some means are written, as the error says."""
@@ -79,7 +80,7 @@ class PipelinedReduction(Polled):
         if not self._terms.contributes:
             flat.zero_()
         elif bucket.pieces:
-            torch._foreach_copy_(self._views(number, flat), self._pieces(number))
+            torch._foreach_copy_(views_of(bucket, flat), pieces_of(bucket, self._tensors))
         handle = self._hvd.grouped_allreduce_async_(
             [flat],
             name=f"{self._name}.{number + 1}of{len(self._buckets)}",
@@ -88,22 +89,13 @@ class PipelinedReduction(Polled):
         )
         self._under_way.append((number, flat, handle))
 
-    def _views(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self._buckets[number].pieces]
-
-    def _pieces(self, number: int) -> list[torch.Tensor]:
-        return [self._tensors[piece.entry][piece.index] for piece in self._buckets[number].pieces]
-
 
 class _Buffers:
     """Memory for buckets, which take turns: for each dtype and device, what the largest two in a row need."""
 
     def __init__(self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor]) -> None:
         self._buckets = buckets
-        self._kinds = [
-            (WIRE[bucket.dtype], tensors[bucket.pieces[0].entry].device if bucket.pieces else torch.device("cpu"))
-            for bucket in buckets
-        ]
+        self._kinds = [(WIRE[bucket.dtype], device_of(bucket, tensors)) for bucket in buckets]
         largest: dict[Any, int] = {}
         for number, (bucket, kind) in enumerate(zip(buckets, self._kinds, strict=True)):
             turn = (kind, number % BUFFERS)

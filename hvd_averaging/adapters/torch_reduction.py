@@ -76,17 +76,11 @@ class TorchReduction(Polled):
         self._hvd, self._buckets, self._members = hvd, buckets, members
         self._names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
         self._flat = [
-            torch.empty(
-                bucket.elements + headers.LENGTH,
-                dtype=WIRE[bucket.dtype],
-                device=tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu",
-            )
+            torch.empty(bucket.elements + headers.LENGTH, dtype=WIRE[bucket.dtype], device=device_of(bucket, tensors))
             for bucket in buckets
         ]
         self._views = [
-            flat[piece.start : piece.stop].view(piece.shape)
-            for flat, bucket in zip(self._flat, buckets, strict=True)
-            for piece in bucket.pieces
+            view for flat, bucket in zip(self._flat, buckets, strict=True) for view in views_of(bucket, flat)
         ]
         self._handles = []
 
@@ -133,13 +127,23 @@ class TorchReduction(Polled):
         """Nothing to do: only :meth:`write` writes."""
 
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The blocks of the parameters that the buckets hold, as views with the parameters' own strides."""
-        wire = [wire_view(tensor) for tensor in tensors]
-        return [
-            wire[piece.entry][piece.index] if piece.index else wire[piece.entry]
-            for bucket in self._buckets
-            for piece in bucket.pieces
-        ]
+        return [piece for bucket in self._buckets for piece in pieces_of(bucket, tensors)]
+
+
+def device_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where the bucket travels from; one without pieces, in which ranks only meet, from the CPU."""
+    return tensors[bucket.pieces[0].entry].device if bucket.pieces else torch.device("cpu")
+
+
+def pieces_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The blocks of the parameters that the bucket holds, as views with the parameters' own strides."""
+    wire = ((wire_view(tensors[piece.entry]), piece.index) for piece in bucket.pieces)
+    return [view[index] if index else view for view, index in wire]
+
+
+def views_of(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The same blocks where they are packed, one after another."""
+    return [flat[piece.start : piece.stop].view(piece.shape) for piece in bucket.pieces]
 
 
 def wire_view(tensor: torch.Tensor) -> torch.Tensor:

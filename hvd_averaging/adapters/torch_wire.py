@@ -18,35 +18,28 @@ from ..layout import Bucket, Entry
 from ..members import Members
 from . import Pending, Terms
 from .torch_codec import CODINGS, Coded, Coding, in_stretches, stretch_of
-from .torch_reduction import WIRE, HeaderSum, Polled, wire_view
+from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
 
 
 class _Whole(Polled):
     """A bucket that travels as it is: its numbers, and what is under way."""
 
     def __init__(self, hvd: Any, bucket: Bucket, device: Any, name: str, members: Members, multiple: int = 1) -> None:
-        self._hvd, self._bucket, self._name, self._members = hvd, bucket, name, members
+        self._hvd, self.bucket, self._name, self._members = hvd, bucket, name, members
         length = -(-bucket.elements // multiple) * multiple
         self.numbers = torch.zeros(length, dtype=WIRE[bucket.dtype], device=device)
-        self.views = self.views_of(self.numbers)
+        self.views = views_of(bucket, self.numbers)
         self._handles = []
         self._next: Callable[[], None] | None = None
 
     @property
     def bytes(self) -> int:
         """What this rank hands over."""
-        return self._bucket.bytes
-
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self._bucket.pieces]
-
-    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The blocks of the parameters that the bucket holds, as views with the parameters' own strides."""
-        return [wire_view(tensors[piece.entry])[piece.index] for piece in self._bucket.pieces]
+        return self.bucket.bytes
 
     def parts(self, entries: Sequence[Entry], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The blocks that the bucket holds, of tensors by name."""
-        return [named[entries[piece.entry].name][piece.index] for piece in self._bucket.pieces]
+        return [named[entries[piece.entry].name][piece.index] for piece in self.bucket.pieces]
 
     @torch.no_grad()
     def send(self, tensors: Sequence[torch.Tensor] | None, contributors: int) -> None:
@@ -55,7 +48,7 @@ class _Whole(Polled):
             return
         self.numbers.zero_()
         if tensors is not None:
-            torch._foreach_copy_(self.views, self.pieces(tensors))
+            torch._foreach_copy_(self.views, pieces_of(self.bucket, tensors))
         self._handles = [
             self._hvd.grouped_allreduce_async_(
                 [self.numbers], name=f"{self._name}.whole", op=self._hvd.Sum, process_set=self._members.process_set
@@ -75,7 +68,7 @@ class _Whole(Polled):
 
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.views:
-            torch._foreach_copy_(self.pieces(tensors), self.views)
+            torch._foreach_copy_(pieces_of(self.bucket, tensors), self.views)
 
     def _divide(self, contributors: int) -> None:
         self.numbers.div_(contributors)
@@ -114,8 +107,8 @@ class _Change(_Whole):
             self._sent.zero_()
         else:
             now = scratch[: self.numbers.numel()]
-            now[self._bucket.elements :].zero_()
-            torch._foreach_copy_(self.views_of(now), self.pieces(tensors))
+            now[self.bucket.elements :].zero_()
+            torch._foreach_copy_(views_of(self.bucket, now), pieces_of(self.bucket, tensors))
             self._encode(now)
         self._exchange(self._changes, "changes")
         self._next = lambda: self._send_mean(contributors)
@@ -181,7 +174,7 @@ class WireReduction(Polled):
         wire: str,
     ) -> None:
         self._header = HeaderSum(hvd, f"{name}.header", members)
-        devices = [tensors[bucket.pieces[0].entry].device if bucket.pieces else "cpu" for bucket in buckets]
+        devices = [device_of(bucket, tensors) for bucket in buckets]
         names = [f"{name}.{number}of{len(buckets)}" for number in range(1, len(buckets) + 1)]
         ways = zip(buckets, devices, names, strict=True)
         self._parcels = [
@@ -244,7 +237,7 @@ class WireReduction(Polled):
         anchor, residual = _zeros(entries), _zeros(entries)
         for parcel in self._changing:
             torch._foreach_copy_(parcel.parts(entries, anchor), parcel.views)
-            torch._foreach_copy_(parcel.parts(entries, residual), parcel.views_of(parcel.residual))
+            torch._foreach_copy_(parcel.parts(entries, residual), views_of(parcel.bucket, parcel.residual))
         shards = [parcel.shard_residual.cpu().clone() for parcel in self._changing]
         return {"anchor": anchor, "residual": residual, "shard_residuals": shards}
 
@@ -254,7 +247,7 @@ class WireReduction(Polled):
         for parcel in self._changing:
             torch._foreach_copy_(parcel.views, parcel.parts(entries, state["anchor"]))
             if state["residual"]:
-                torch._foreach_copy_(parcel.views_of(parcel.residual), parcel.parts(entries, state["residual"]))
+                torch._foreach_copy_(views_of(parcel.bucket, parcel.residual), parcel.parts(entries, state["residual"]))
         for parcel, residual in zip(self._changing, state["shard_residuals"], strict=False):
             if len(residual) == len(parcel.shard_residual):
                 parcel.shard_residual.copy_(residual)
