@@ -135,8 +135,8 @@ def test_two_hosts_run_a_script_and_leave_nothing(tmp_path):
     )
     command = [sys.executable, str(BENCHMARKS / "two_hosts.py"), "--link", "1gbit", "--limit", "60", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
-    if "two hosts on one machine" in done.stderr or " failed: " in done.stderr:
-        pytest.skip(done.stderr.strip())
+    if "two hosts on one machine" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip(done.stderr.strip())  # no root, no sshd, or a container that must not make namespaces
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 2 2.0") == 2
     assert not list(Path("/etc/netns").glob("hvd-averaging-bench-*"))
