@@ -45,6 +45,13 @@ _SYMPTOMS = (
             "use a virtual environment of your own and a writable --cache-dir",
         ),
     ),
+    (
+        r"Unable to find address for: ",
+        (
+            "this machine's own name has no address, which Gloo asks for",
+            'add it: echo "127.0.1.1 $(hostname)" >>/etc/hosts (as root), or apt-get install libnss-myhostname',
+        ),
+    ),
 )
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from hvd_averaging.build_horovod.commands import base_environment
-from hvd_averaging.build_horovod.errors import BuildError
+from hvd_averaging.build_horovod.errors import BuildError, known_symptom
 from hvd_averaging.build_horovod.target import Target
 
 _SECONDS = 300
@@ -65,5 +65,6 @@ def _finish(process: subprocess.Popen[str], what: str) -> str:
         process.kill()
         raise BuildError(f"{what} did not end within {_SECONDS} seconds", _REMEDY) from None
     if process.returncode != 0:
-        raise BuildError(f"{what} failed:\n{output.strip()[-2000:]}", _REMEDY)
+        problem, remedy = known_symptom(output) or (f"{what} failed", _REMEDY)
+        raise BuildError(f"{problem}:\n{output.strip()[-2000:]}", remedy)
     return output
