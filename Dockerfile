@@ -34,8 +34,7 @@ WORKDIR /src
 COPY constraints.txt .
 RUN if [ -z "$FRAMEWORKS" ]; then FRAMEWORKS="torch tensorflow-cpu"; [ -z "$GPU" ] || FRAMEWORKS=torch; fi \
     && python3 -m venv /opt/venv \
-    && pip install -q -c constraints.txt $FRAMEWORKS numpy click rich scikit-learn matplotlib \
-        cmake packaging setuptools wheel
+    && pip install -q -c constraints.txt $FRAMEWORKS numpy cmake packaging setuptools wheel
 
 # For other processors than the builder's, such as "-mavx -mf16c".
 ARG HOROVOD_BUILD_ARCH_FLAGS
@@ -45,7 +44,7 @@ RUN python -m hvd_averaging.build_horovod --with-mpi --cache-dir /tmp/horovod ${
     && rm -rf /tmp/horovod
 
 COPY . .
-RUN pip install -q --no-deps --no-build-isolation . \
+RUN pip install -q --no-build-isolation -c constraints.txt '.[cli,demo]' \
     && pip uninstall -q -y cmake wheel
 
 # ---- the image ----------------------------------------------------------------------------------------------------

@@ -481,7 +481,7 @@ class TestInstalled:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a machine's name of its own")
     def test_a_machine_whose_name_has_no_address_is_told_what_to_do(self) -> None:
-        script = (
+        program = (
             "import socket\n"
             "from hvd_averaging.build_horovod import errors, verify\n"
             "from hvd_averaging.build_horovod.target import Target\n"
@@ -489,7 +489,7 @@ class TestInstalled:
             "target = Target(python='', platform='', compiler='', flags='', torch='2.13.0')\n"
             "try:\n    verify.check_averages(target)\nexcept errors.BuildError as error:\n    print(error)\n"
         )
-        command = ["unshare", "--uts", sys.executable, "-c", script]
+        command = ["unshare", "--uts", sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if "Operation not permitted" in done.stderr:
             pytest.skip(done.stderr.strip())
