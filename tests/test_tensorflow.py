@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -320,10 +322,13 @@ def test_functions_are_traced_once(rank):
     for _ in range(100):
         averager.average_parameters(weights)
     for _ in range(3):
-        average_parameters([variable(rank), variable(rank, (3, 3))])
+        average_parameters(weights)
     functions = adapter._functions.values()
-    assert len(functions) == 2
-    assert all(f.average.experimental_get_tracing_count() == 1 for f in functions)
+    assert [len(f._traces) for f in functions] == [1, 1], "one for the averager, one for the function"
+    kept = weakref.ref(weights.pop())
+    gc.collect()
+    assert kept() is None, "a trace keeps no variable"
+    assert [len(f._traces) for f in functions] == [0, 0], "nor is a trace kept that nobody can want any more"
 
 
 @pytest.mark.ranks(2, **on_gloo)

@@ -5,6 +5,7 @@ How variables travel is in ``tensorflow_reduction``, and in fewer bytes in ``ten
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import sys
@@ -33,6 +34,14 @@ from .tensorflow_reduction import (
 from .tensorflow_wire import CODINGS, WireReduction
 
 _LONGEST_BLOCK = 2**31 - 1  # bytes in one broadcast
+_TRAINABLE = operator.attrgetter("trainable")
+_SEEN: Sequence[Callable[[tf.Variable], object]] = (
+    id,
+    operator.attrgetter("shape"),
+    operator.attrgetter("dtype"),
+    operator.attrgetter("device"),
+    type,
+)
 
 
 class TensorFlowAdapter:
@@ -107,8 +116,12 @@ class TensorFlowAdapter:
     def identity(self, name: str, tensor: Any) -> Hashable:
         return id(value_of(tensor)), tensor.shape, tensor.dtype
 
-    def glance(self, things: Sequence[object]) -> None:
-        """A closer look costs no more here."""
+    def glance(self, things: Sequence[object]) -> list[Any] | None:
+        try:
+            variables = [value_of(thing) for thing in things]
+            return [list(map(seen, variables)) for seen in _SEEN] + [list(map(_TRAINABLE, things))]
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # nothing for us, or a closer look says why
+            return None
 
     def entry(self, name: str, tensor: Any, places: dict[Any, int]) -> Entry:
         device = value_of(tensor).device
