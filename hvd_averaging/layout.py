@@ -49,7 +49,10 @@ class Entry:
     exact: bool = False
 
     def __str__(self) -> str:
-        where = "" if self.device == "cpu" else f" on {self.device}"
+        if self.place and not self.exact:  # what is exact has places of its own anyway
+            where = f" on the {self.device} that is its rank's device number {self.place + 1}"
+        else:
+            where = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.name!r} of shape {list(self.shape)}, {self.dtype}{where}"
 
     @property

@@ -413,3 +413,29 @@ def test_a_rank_that_never_comes_ends_the_job(horovodrun):
     assert not done.timed_out
     assert done.returncode != 0
     assert "slow (step 2, process set {0, 1}): rank 0 has waited 3 s for rank 1" in " ".join(done.output.split())
+
+
+def test_a_variable_on_another_device_on_one_rank_is_an_error_on_both(horovodrun):
+    script = """
+        import tensorflow as tf, horovod.tensorflow as hvd
+        from hvd_averaging import LayoutMismatchError, PeriodicModelAverager
+        hvd.init()
+        two = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
+        averager, weights = PeriodicModelAverager(period=2), []
+        for device in ("CPU:0", "CPU:1" if hvd.rank() == 1 else "CPU:0"):
+            with tf.device(device):
+                weights.append(tf.Variable([float(hvd.rank())]))
+        try:
+            averager.average_parameters(weights)
+        except LayoutMismatchError as error:
+            message = " ".join(str(error).split())
+            print(f"rank {hvd.rank()} keeps {[float(w[0]) for w in weights]} and reads: {message}")
+    """
+    done = horovodrun(2, textwrap.dedent(script), framework="tensorflow")
+    assert done.returncode == 0
+    first = "the first difference is parameter number 1: rank 0: '1' of shape [1], float32; "
+    first += "rank 1: '1' of shape [1], float32 on the cpu that is its rank's device number 2."
+    for rank, kept in enumerate(("[0.0, 0.0]", "[1.0, 1.0]")):
+        said = next(line for line in done.output.splitlines() if f"rank {rank} keeps {kept}" in line)
+        assert first in said
