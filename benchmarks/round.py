@@ -32,6 +32,7 @@ from rich.table import Table
 from hvd_averaging import PeriodicModelAverager
 
 OURS = (FLAT, PACKED, TENSORFLOW)  # what the others are compared with
+CYCLE_SECONDS = 1e-3  # how often Horovod looks for work, by default
 PARAMETER_COUNTS = (10, 10_000)  # for the time of a call at a step that has no round
 
 
@@ -46,8 +47,11 @@ def measure(hvd: Any, contestants: dict[str, Calls], repeats: int, warm_up: int 
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     longest = 0.0
     for repeat in range(warm_up + repeats):
-        for name in random.Random(repeat).sample(list(contestants), len(contestants)):  # the same on all ranks
+        draw = random.Random(repeat)  # the same on all ranks
+        for name in draw.sample(list(contestants), len(contestants)):
             hvd.broadcast_object(0, name="line_up")  # a barrier, which horovod.tensorflow lacks
+            # Or who looks at parameters first would always just miss a cycle of Horovod's, and others never.
+            time.sleep(draw.uniform(0, 3 * CYCLE_SECONDS))
             passed = run(contestants[name], pause=2 * longest)
             if repeat >= warm_up:
                 seconds[name].append(passed)

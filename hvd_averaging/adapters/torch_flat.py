@@ -110,6 +110,9 @@ class FlatReduction(Polled):
             self._sums.append(self._pack(number, tensors if terms.contributes else None) if flat is None else flat)
         count = len(self._sums)
         self._handles = [self._sum(flat, f"{number}of{count}") for number, flat in enumerate(self._sums, 1)]
+        if not all(self._packed):
+            # Autograd cannot see that they share memory. It is told while the sums are on their way.
+            torch.autograd.graph.increment_version(tensors)
         return self
 
     @torch.no_grad()
@@ -120,8 +123,6 @@ class FlatReduction(Polled):
                     torch.div(view, contributors, out=piece)
             else:
                 flat.div_(contributors)
-                # Autograd cannot see that they share memory.
-                torch.autograd.graph.increment_version([tensors[piece.entry] for piece in bucket.pieces])
         self._sums = []
 
     def abandon(self) -> None:
