@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
+    from .averagers import ModelAverager, PeriodicModelAverager
     from .errors import (
         AveragingError,
         AveragingTimeoutError,
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
         ProcessSetError,
         StepMismatchError,
     )
+    from .hierarchical import HierarchicalModelAverager
     from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
     from .round import Round
+    from .together import average_together
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "averagers": ("HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "average_together"),
+    "averagers": ("ModelAverager", "PeriodicModelAverager"),
     "errors": (
         "AveragingError",
         "AveragingTimeoutError",
@@ -49,8 +51,10 @@ _HOMES = {
         "ProcessSetError",
         "StepMismatchError",
     ),
+    "hierarchical": ("HierarchicalModelAverager",),
     "replicas": ("ReplicaReport", "average_parameters", "averaged", "broadcast_parameters", "check_replicas"),
     "round": ("Round",),
+    "together": ("average_together",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -7,7 +7,6 @@ how, is in ``collect`` and ``round``.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import warnings
@@ -24,8 +23,7 @@ from .companions import check_buffers, copies
 from .delayed import DelayedRounds, Fragments
 from .errors import AveragingError
 from .header import Presence
-from .members import check_process_set, members
-from .process_sets import hierarchy, initialized
+from .members import check_process_set
 from .round import Meeting, Round, Rounds, to_the_end
 from .wire import WireRounds, check_wire
 
@@ -441,64 +439,6 @@ class ModelAverager(ABC):
         return f"<{self.describe()}, step {self.step}>"
 
 
-@outside_autograph
-def average_together(*pairs: tuple[ModelAverager, object]) -> list[Round | None]:
-    """Call ``averager.average_parameters(params)`` for each pair, and begin all their rounds before waiting for one.
-
-    For several averagers in one optimizer step, such as those of a generator and a discriminator, or of layers that
-    different process sets share: the rounds then wait for the network together instead of one after another. Averagers
-    with a ``delay`` or ``fragments`` take their turn as in ``average_parameters``.
-
-    Args:
-        pairs: each an averager and what it averages; in the same order on every rank.
-
-    Returns:
-        What ``average_parameters`` of each would have returned.
-
-    Raises:
-        AveragingError, TypeError, ValueError: as ``average_parameters``, the first if there are several; the rounds of
-            the other averagers are brought to their end before.
-
-    Example, after the steps of two optimizers::
-
-        average_together((generator_averager, generator), (critic_averager, critic))
-    """
-    takings = [_Taking(averager, params) for averager, params in pairs]
-    while sum(taking.go_on() for taking in takings):
-        """All go on to their next pause, until none has one."""
-    for taking in takings:
-        if taking.error is not None:
-            raise taking.error
-    return [taking.outcome for taking in takings]
-
-
-class _Taking:
-    """One of several steps that are taken together."""
-
-    def __init__(self, averager: ModelAverager, params: object) -> None:
-        self.outcome: Round | None = None
-        self.error: Exception | None = None
-        self._meeting: Meeting[Round | None] | None = None
-        try:
-            self._meeting = averager._step(params)
-        except Exception as error:
-            self.error = error
-
-    def go_on(self) -> bool:
-        """Go on to the next pause; false at the end, which an error is as well."""
-        if self._meeting is None:
-            return False
-        try:
-            next(self._meeting)
-        except StopIteration as end:
-            self.outcome = self.outcome or end.value  # the end comes again each time
-            return False
-        except Exception as error:
-            self.error = error
-            return False
-        return True
-
-
 class PeriodicModelAverager(ModelAverager):
     """Averages every ``period`` steps, after ``warmup_steps``.
 
@@ -554,7 +494,7 @@ class PeriodicModelAverager(ModelAverager):
             buffers=buffers,
             wire=wire,
         )
-        self.warmup_steps = _whole_warmup(warmup_steps)
+        self.warmup_steps = whole_warmup(warmup_steps)
         self.period = operator.index(period)
         if period < 1:
             raise ValueError(f"period must be at least 1 step; it is {period}.")
@@ -636,94 +576,13 @@ class PeriodicModelAverager(ModelAverager):
             raise AveragingError(f"{self.name}: {reason}: use delay=0 and fragments=1.")
 
 
-class HierarchicalModelAverager(ModelAverager):
-    """Averages small groups often and large ones rarely: within a node every few steps, over all ranks now and then.
-
-    Hierarchical local SGD (Lin et al., 2020, arXiv:1808.07217, section 5). The contract is that of
-    ``torch.distributed``'s ``HierarchicalModelAverager``: at a step that several periods divide, only the round of the
-    largest one runs. As there, steps are counted from 0, not from the end of warm-up as ``PeriodicModelAverager``
-    counts them: after ``warmup_steps=5`` the first round of a period of 4 is at step 8.
-
-    The groups are made when the averager is, on all ranks together, of neighbouring ranks; see
-    :mod:`hvd_averaging.process_sets` for how Horovod is told to allow that.
-
-    Args:
-        period_group_size_dict: period (in optimizer steps) to group size (in ranks), in any order; both increase
-            strictly together, each size divides the next, and the last is the size of the process set.
-        warmup_steps: optimizer steps before the first round, at least 0.
-        process_set: the ranks that the largest groups consist of; ``None`` is all ranks.
-        process_group, timeout, name, bucket_bytes, buffers, wire: see :class:`ModelAverager`.
+def whole_warmup(steps: int) -> int:
+    """``warmup_steps`` as an averager keeps them.
 
     Raises:
-        ValueError: on all ranks, for a dict that is not like that, or a negative ``warmup_steps``.
-        ProcessSetError: Horovod knows no such groups and may not add them.
-        HorovodNotInitializedError: ``hvd.init()`` was not called yet.
-
-    Example, for eight ranks on two hosts::
-
-        averager = HierarchicalModelAverager({4: 4, 16: 8}, warmup_steps=100)
+        ValueError: they are negative.
+        TypeError: they are no whole number.
     """
-
-    def __init__(
-        self,
-        period_group_size_dict: Mapping[int, int],
-        warmup_steps: int = 0,
-        process_set: Any = None,
-        *,
-        process_group: Any = None,
-        timeout: float | None = DEFAULT_TIMEOUT,
-        name: str | None = None,
-        bucket_bytes: int | None = None,
-        buffers: str = "local",
-        wire: str | None = None,
-    ) -> None:
-        super().__init__(
-            process_set,
-            process_group=process_group,
-            timeout=timeout,
-            name=name,
-            bucket_bytes=bucket_bytes,
-            buffers=buffers,
-            wire=wire,
-        )
-        self.warmup_steps = _whole_warmup(warmup_steps)
-        self.period_group_size_dict = dict(sorted(period_group_size_dict.items()))
-        _check_levels(self.period_group_size_dict, members(self.process_set, initialized().hvd).size)
-        sets = hierarchy(list(self.period_group_size_dict.values()), self.process_set)
-        self._levels = {
-            period: self._make_rounds(f"{self.name}/{size}", level)
-            for (period, size), level in zip(self.period_group_size_dict.items(), sets, strict=True)
-        }
-        self._rounds = self._levels[max(self._levels)]
-
-    def due(self, step: int) -> bool:
-        divides = functools.reduce(operator.or_, (step % period == 0 for period in self.period_group_size_dict))
-        return (step >= self.warmup_steps) & divides
-
-    def describe(self) -> str:
-        """For example ``HierarchicalModelAverager({4: 4, 16: 8}, warmup_steps=0, name='mine')``."""
-        levels = self.period_group_size_dict
-        return f"{type(self).__name__}({levels}, warmup_steps={self.warmup_steps}, name={self.name!r})"
-
-    def join(self, params: object) -> Round | None:
-        """Not available: a rank without batches could only wait for one of its groups, and the others would stall."""
-        raise AveragingError(
-            f"{self.name}: join() cannot serve several levels. Give every rank equally many batches (drop the "
-            "surplus), or use PeriodicModelAverager."
-        )
-
-    def _all_rounds(self) -> Sequence[Rounds]:
-        return list(self._levels.values())
-
-    def _rounds_at(self, step: int) -> Rounds:
-        return next(rounds for period, rounds in reversed(self._levels.items()) if step % period == 0)
-
-    def _due_among(self, steps: Sequence[int]) -> int | None:
-        due = [step for step in steps if self.due(step)]
-        return max(due, key=lambda step: (max(p for p in self._levels if step % p == 0), step), default=None)
-
-
-def _whole_warmup(steps: int) -> int:
     if operator.index(steps) < 0:
         raise ValueError(f"warmup_steps must not be negative; it is {steps}.")
     return operator.index(steps)
@@ -739,20 +598,3 @@ def _check_parts(averager: PeriodicModelAverager) -> None:
         raise ValueError(f"wire={averager.wire!r} works without delay only.")
     if (delay or fragments > 1) and averager.buffers != "local":
         raise ValueError(f"buffers={averager.buffers!r} works without delay and fragments only.")
-
-
-def _check_levels(levels: Mapping[int, int], size: int) -> None:
-    if not levels:
-        raise ValueError("period_group_size_dict is empty: it needs at least {period: number of ranks}.")
-    if min(levels) < 1:
-        raise ValueError(f"Periods are at least 1 step; {min(levels)} is not.")
-    sizes = list(levels.values())
-    if sizes != sorted(set(sizes)):
-        raise ValueError(f"Longer periods need larger groups; {dict(levels)} has not.")
-    if sizes[-1] != size:
-        raise ValueError(f"The longest period must average over all {size} ranks of the process set, not {sizes[-1]}.")
-    if list(levels) == [1]:
-        warnings.warn(
-            "With a single period of 1 every step moves all parameters: averaging gradients costs no more.",
-            stacklevel=3,
-        )

@@ -6,9 +6,11 @@ The same objects as in :mod:`hvd_averaging`, which finds the framework by what i
 
 import tensorflow  # noqa: F401 - an adapter is looked for among frameworks that are loaded
 
-from .averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
+from .averagers import ModelAverager, PeriodicModelAverager
+from .hierarchical import HierarchicalModelAverager
 from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from .round import Round
+from .together import average_together
 
 __all__ = [
     "HierarchicalModelAverager",

@@ -10,8 +10,9 @@ from typing import Any
 
 import keras
 
-from ..averagers import HierarchicalModelAverager, ModelAverager
+from ..averagers import ModelAverager
 from ..errors import StepMismatchError
+from ..hierarchical import HierarchicalModelAverager
 from ..replicas import broadcast_parameters
 from ..round import Round
 from .meeting import START_TIMEOUT, MeetingCallback

@@ -17,9 +17,11 @@ Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py
         optimizer.zero_grad()
 """
 
-from ..averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager, average_together
+from ..averagers import ModelAverager, PeriodicModelAverager
+from ..hierarchical import HierarchicalModelAverager
 from ..replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from ..round import Round
+from ..together import average_together
 from .flat import flatten_parameters
 from .optimizer import PostLocalSGDOptimizer
 
