@@ -25,7 +25,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["hvd_averaging", "hvd_averaging.*"]),
     package_data={"hvd_averaging": ["py.typed"]},
-    python_requires=">=3.10",
+    python_requires=">=3.10, <3.14",  # as far as scripts/check-pythons was run
     extras_require={
         "torch": ["torch>=2.1", "numpy"],
         "tensorflow": ["tensorflow>=2.16", "numpy"],
@@ -37,6 +37,10 @@ setup(
     entry_points={"console_scripts": ["hvd-averaging = hvd_averaging.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
