@@ -8,9 +8,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ import machine
 from launch import Launched, run_python
 from rich.console import Console
 from two_hosts import TwoHosts, Unavailable, two_hosts
+
+Result = dict[str, Any]
+"""What a launch writes about one comparison."""
 
 HERE = Path(__file__).resolve().parent
 ROUND, TRAINING = HERE / "round.py", HERE / "end_to_end.py"
@@ -74,7 +78,7 @@ def rounds(quick: bool) -> Iterator[Measurement]:
             yield Measurement("rounds", ROUND, large, 900, 2, backend)
 
 
-def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, list[dict[str, Any]]]:
+def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, list[Result]]:
     """Launch it; what it wrote, which is nothing if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         json_path = Path(folder) / "result.json"
@@ -89,7 +93,7 @@ def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, lis
         return launched, json.loads(json_path.read_text()) if good else []
 
 
-def save(path: Path, description: dict[str, object], results: list[dict[str, Any]]) -> None:
+def save(path: Path, description: dict[str, object], results: list[Result]) -> None:
     """One line for each result, so that a difference can be read."""
     lines = ",\n".join(json.dumps(result) for result in results)
     path.write_text(f'{{"machine": {json.dumps(description)},\n"results": [\n{lines}\n]}}\n')
@@ -113,16 +117,9 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse()
-    parts = arguments.parts or list(PARTS)
-    folder = arguments.output or (HERE.parent / "output" if arguments.quick else HERE / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    name = "-".join(["quick" if arguments.quick else "full", *arguments.parts])
-    console = Console(highlight=False, width=100)
-    description = machine.describe()
-    console.print(f"{description['processor']}, {description['cores']} cores, {description['memory_gb']} GB")
-    results: list[dict[str, Any]] = []
+def measure(parts: Sequence[str], quick: bool, keep: Callable[[list[Result]], None]) -> tuple[list[Result], list[str]]:
+    """All results, kept after every launch, and what could not be measured, and why."""
+    results: list[Result] = []
     failures = []
     with ExitStack() as stack:
         hosts = None
@@ -131,7 +128,7 @@ def main() -> None:
                 hosts = stack.enter_context(two_hosts())
             except Unavailable as error:
                 failures.append(f"wire and training left out: {error}")
-        for measurement in plan(arguments.quick):
+        for measurement in plan(quick):
             if measurement.part not in parts or (measurement.link and hosts is None):
                 continue
             launched, found = run(measurement, hosts if measurement.link else None)
@@ -139,10 +136,23 @@ def main() -> None:
             if not found:
                 ended = "its time was over" if launched.returncode == 124 else f"exit code {launched.returncode}"
                 failures.append(f"{measurement.script.name} {' '.join(measurement.options)} failed: {ended}")
-            save(folder / f"{name}.json", description, results)
+            keep(results)
+    return results, failures
+
+
+def main() -> None:
+    arguments = parse()
+    folder = arguments.output or (HERE.parent / "output" if arguments.quick else HERE / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("-".join(["quick" if arguments.quick else "full", *arguments.parts]) + ".json")
+    console = Console(highlight=False, width=100)
+    description = machine.describe()
+    console.print(f"{description['processor']}, {description['cores']} cores, {description['memory_gb']} GB")
+    keep = partial(save, path, description)
+    results, failures = measure(arguments.parts or list(PARTS), arguments.quick, keep)
     console.print("", bars.table(bars.bars(results)), sep="\n")
-    picture = chart.draw(results, folder / f"{name}.png")
-    console.print(f"\nNumbers: {folder / name}.json" + (f", picture: {picture}" if picture else ""), soft_wrap=True)
+    picture = chart.draw(results, path.with_suffix(".png"))
+    console.print(f"\nNumbers: {path}" + (f", picture: {picture}" if picture else ""), soft_wrap=True)
     for failure in failures:
         console.print(failure, style="red", soft_wrap=True)
     sys.exit(1 if failures else 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -179,10 +180,16 @@ def _find_or_add(hvd: Any, ranks: Ranks) -> Any:
         found = hvd.ProcessSet(list(ranks))
         found.process_set_id = known[ranks]
         return found
-    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0").lower() not in ("1", "true"):
+    if not switched_on(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")):
         raise ProcessSetError(
             f"Horovod knows no process set {describe(ranks)} and may not add one. Either list the sets at the start, "
             "hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in hvd_averaging.process_sets.plan(size, sizes)]), "
             'or allow adding them, hvd.init(process_sets="dynamic") or HOROVOD_DYNAMIC_PROCESS_SETS=1.'
         )
     return hvd.add_process_set(list(ranks))
+
+
+def switched_on(value: str) -> bool:
+    """Whether Horovod takes this value of an environment variable for a yes: it reads a number, so ``true`` is a no."""
+    number = re.match(r"\s*[+-]?\d+", value)
+    return number is not None and int(number[0]) > 0

@@ -318,6 +318,22 @@ class TestVariables:
         (setup.working().packages / "horovod" / "torch" / "__init__.py").write_text(GLOO)
         assert setup.doctor(HOROVOD_CONTROLLER="MPI").errors == ["HOROVOD_CONTROLLER"]
 
+    @pytest.mark.parametrize(
+        ("value", "level", "says"),
+        [
+            ("1", "note", "may be added"),
+            ("2 sets", "note", "may be added"),
+            ("0", None, ""),
+            ("true", "warning", "takes this for 0"),
+            ("", "warning", "takes this for 0"),
+        ],
+    )
+    def test_a_switch_is_a_number(self, setup: Setup, value: str, level: str | None, says: str) -> None:
+        name = "HOROVOD_DYNAMIC_PROCESS_SETS"
+        found = [each for each in setup.working().doctor(**{name: value}).findings if each["about"] == name]
+        assert [each["level"] for each in found] == ([] if level is None else [level])
+        assert all(says in each["what"] for each in found)
+
 
 class TestCommand:
     def test_without_the_extra(self, bare: Setup) -> None:

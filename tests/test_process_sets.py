@@ -106,7 +106,10 @@ def test_hosts_are_told_apart_by_name(rank, monkeypatch):
 
 
 @pytest.mark.ranks(3, backends=("gloo",))
-def test_without_dynamic_sets_the_message_says_both_ways(rank):
+@pytest.mark.parametrize("value", [None, "0", "true"])  # Horovod reads a number: "true" is 0
+def test_without_dynamic_sets_the_message_says_both_ways(rank, monkeypatch, value):
+    if value is not None:
+        monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", value)
     both = r'process_sets=\[.*plan\(.*process_sets="dynamic".*DYNAMIC_PROCESS_SETS=1'
     with pytest.raises(ProcessSetError, match=both):
         process_sets.of([0, 1])

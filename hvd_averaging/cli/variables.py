@@ -6,6 +6,7 @@ with this package.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,31 +14,43 @@ from dataclasses import dataclass
 from hvd_averaging.cli.findings import Finding, Level, error, note
 from hvd_averaging.cli.launching import find_launch
 from hvd_averaging.cli.survey import Survey
+from hvd_averaging.process_sets import switched_on
 
-_ON = ("1", "true")
+_YES = ("1", "true")
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What it `means` that the variable `name` is set, if it has one of `values` (empty: any value)."""
+    """What it `means` that the variable `name` is set, if it has one of `values` (empty: any value).
+
+    Or that it is on, for a `switch` of Horovod's.
+    """
 
     name: str
     means: str
     values: tuple[str, ...] = ()
+    switch: bool = False
     level: Level = Level.NOTE
     remedy: str = ""
     lacks: str = ""
 
 
 MEANINGS = (
-    Meaning("HOROVOD_DYNAMIC_PROCESS_SETS", "process sets may be added after hvd.init()", _ON),
+    Meaning("HOROVOD_DYNAMIC_PROCESS_SETS", "process sets may be added after hvd.init()", switch=True),
     Meaning("HOROVOD_FUSION_THRESHOLD", "bytes that Horovod packs into one operation (default: 134217728)"),
     Meaning("HOROVOD_CYCLE_TIME", "milliseconds between two looks for work (default: 1): small rounds wait for it"),
     Meaning("HOROVOD_CACHE_CAPACITY", "no response cache: ranks negotiate every operation anew", ("0",)),
-    Meaning("HOROVOD_AUTOTUNE", "Horovod tries settings while it trains: the first minutes are no measure", _ON),
-    Meaning("HOROVOD_HIERARCHICAL_ALLREDUCE", "sums within nodes first (NCCL): last bits may differ", _ON),
-    Meaning("HOROVOD_DISABLE_GROUP_FUSION", "the buckets of a round travel one by one", _ON),
-    Meaning("HOROVOD_STALL_CHECK_DISABLE", "Horovod does not say which ranks it waits for", _ON),
+    Meaning(
+        "HOROVOD_AUTOTUNE", "Horovod tries settings while it trains: the first minutes are no measure", switch=True
+    ),
+    Meaning("HOROVOD_HIERARCHICAL_ALLREDUCE", "sums within nodes first (NCCL): last bits may differ", switch=True),
+    Meaning("HOROVOD_TORUS_ALLREDUCE", "sums within nodes first (NCCL): last bits may differ", switch=True),
+    Meaning(
+        "HOROVOD_DISABLE_GROUP_FUSION",
+        "the buckets of a round are not packed together with anything else",
+        switch=True,
+    ),
+    Meaning("HOROVOD_STALL_CHECK_DISABLE", "Horovod does not say which ranks it waits for", switch=True),
     Meaning("HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds until Horovod complains of missing ranks (default: 60)"),
     Meaning("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "seconds until Horovod ends a job with missing ranks (0: never)"),
     Meaning("HOROVOD_GLOO_TIMEOUT_SECONDS", "seconds until Gloo gives up a peer (default: 30)"),
@@ -46,30 +59,30 @@ MEANINGS = (
     Meaning(
         "HOROVOD_MPI_THREADS_DISABLE",
         "MPI without threads: nothing else in the program may use MPI",
-        _ON,
+        switch=True,
     ),
     Meaning(
         "HOROVOD_ENABLE_XLA_OPS",
-        "XLA operations, which a Horovod built by this package does not have",
-        _ON,
-        Level.WARNING,
-        "unset HOROVOD_ENABLE_XLA_OPS",
+        "XLA operations, which a Horovod built by this package has not; and looking for work without a pause",
+        switch=True,
+        level=Level.WARNING,
+        remedy="unset HOROVOD_ENABLE_XLA_OPS",
     ),
     Meaning(
         "TF_NUM_INTEROP_THREADS",
         "with one inter-op thread TensorFlow cannot run a round in a graph: it waits for itself",
         ("1",),
-        Level.WARNING,
-        "export TF_NUM_INTEROP_THREADS=2",
-        "tensorflow",
+        level=Level.WARNING,
+        remedy="export TF_NUM_INTEROP_THREADS=2",
+        lacks="tensorflow",
     ),
     Meaning(
         "TF_USE_LEGACY_KERAS",
         "tf.keras is Keras 2, and hvd_averaging.keras is for Keras 3",
-        _ON,
-        Level.WARNING,
-        "unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras",
-        "keras",
+        _YES,
+        level=Level.WARNING,
+        remedy="unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras",
+        lacks="keras",
     ),
     Meaning("OMP_NUM_THREADS", "threads of each rank's own arithmetic"),
     Meaning("CUDA_VISIBLE_DEVICES", "the GPUs that a rank sees"),
@@ -81,10 +94,17 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
     """The variables that are set and matter, with their values."""
     for meaning in MEANINGS:
         value = survey.variables.get(meaning.name)
-        if value is not None and (not meaning.values or value.lower() in meaning.values):
+        if value is not None and _applies(meaning, value):
             yield Finding(meaning.level, meaning.name, f"{value}: {meaning.means}", meaning.remedy, meaning.lacks)
+        elif value is not None and meaning.switch and not re.match(r"\s*[+-]?\d", value):
+            said = f"{value}: Horovod reads a number here, and takes this for 0, which is off"
+            yield Finding(Level.WARNING, meaning.name, said, f"export {meaning.name}=1, or unset it")
     yield from _interface(survey)
     yield from _backend(survey)
+
+
+def _applies(meaning: Meaning, value: str) -> bool:
+    return switched_on(value) if meaning.switch else not meaning.values or value.lower() in meaning.values
 
 
 def _interface(survey: Survey) -> Iterator[Finding]:
