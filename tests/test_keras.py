@@ -16,8 +16,19 @@ import reference
 
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("Keras runs on another backend here", allow_module_level=True)
+
+from keras_linear import (  # noqa: E402
+    FEATURES,
+    RATE,
+    Recorder,
+    data,
+    fit,
+    gathered,
+    linear_layer,
+    linear_model,
+    sgd_steps,
+    weights,
+)
 
 from hvd_averaging import (  # noqa: E402
     AveragingError,
@@ -41,90 +52,6 @@ from hvd_averaging.keras import (  # noqa: E402
 
 on_ranks = {"framework": "tensorflow", "limit": 60}
 on_gloo = {**on_ranks, "backends": ["gloo"]}  # where nothing depends on how messages travel
-RATE = 0.1
-FEATURES = 3
-
-
-class Recorder(PeriodicModelAverager):
-    """Remembers the steps of its rounds."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.rounds = []
-
-    def average_parameters(self, params, *, steps=1):
-        done = super().average_parameters(params, steps=steps)
-        self.rounds += [done.step] if done else []
-        return done
-
-
-class Subclassed(keras.Model):
-    """Has no weights before its first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = linear_layer()
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-
-def linear_layer():
-    return keras.layers.Dense(1, use_bias=False)
-
-
-def linear_model(kind="sequential", optimizer=None, **options):
-    """``x @ w``, whose gradient NumPy knows."""
-    if kind == "sequential":
-        model = keras.Sequential([keras.Input((FEATURES,)), linear_layer()])
-    elif kind == "functional":
-        inputs = keras.Input((FEATURES,))
-        model = keras.Model(inputs, linear_layer()(inputs))
-    else:
-        model = Subclassed()
-    model.compile(optimizer or keras.optimizers.SGD(RATE), "mse", **options)
-    return model
-
-
-def data(rank, batches, batch_size=4):
-    """Another shard for every rank: ``x``, ``y``, in the order in which they are trained on."""
-    numbers = np.random.default_rng(rank)
-    x = numbers.normal(size=(batches * batch_size, FEATURES)).astype(np.float32)
-    y = (x @ np.array([1.0, -2.0, 0.5], np.float32) + 0.1 * numbers.normal(size=len(x))).astype(np.float32)
-    return x, y[:, None]
-
-
-def fit(model, rank, batches, callbacks=(), epochs=1, batch_size=4, **options):
-    x, y = data(rank, batches, batch_size)
-    return model.fit(
-        x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **options
-    )
-
-
-def gradient(weights, rank, step, batches, batch_size=4):
-    x, y = data(rank, batches, batch_size)
-    rows = slice(step % batches * batch_size, (step % batches + 1) * batch_size)
-    x, y = x[rows].astype(np.float64), y[rows, 0].astype(np.float64)
-    return 2 * x.T @ (x @ weights - y) / batch_size
-
-
-def sgd_steps(batches):
-    """One SGD step of every rank on its own shard, for ``reference.local_sgd``."""
-
-    def local(step, replicas):
-        return np.stack([w - RATE * gradient(w, rank, step, batches) for rank, w in enumerate(replicas)])
-
-    return local
-
-
-def weights(model):
-    return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
-
-
-def gathered(vector, size):
-    import horovod.tensorflow as hvd
-
-    return hvd.allgather(tf.constant(np.asarray(vector, np.float64)[None]), name="test.gathered").numpy()
 
 
 # What `fit` with averaging does
@@ -224,6 +151,15 @@ def test_on_four_ranks_pairs_may_average_among_themselves(rank, size):
     np.testing.assert_array_equal(replicas[0], replicas[1])
     np.testing.assert_array_equal(replicas[2], replicas[3])
     assert not np.array_equal(replicas[0], replicas[2])
+
+
+@pytest.mark.ranks(2, **on_gloo)
+def test_a_hierarchy_ends_the_training_with_a_round(rank):
+    model = linear_model()
+    averager = HierarchicalModelAverager({2: 1, 100: 2}, timeout=20)
+    averaging = ModelAveragingCallback(averager, average_at_epoch_end=True)
+    fit(model, rank, 3, [BroadcastCallback(), averaging], epochs=2)
+    assert check_replicas(model.weights) and averager.step == 6 and averaging.last_round.ranks == 2
 
 
 # Counting
@@ -417,6 +353,16 @@ def test_broadcast_brings_the_optimizer_of_the_root(rank):
     np.testing.assert_array_equal(state[-1], before)  # a second `fit` goes on from there
 
 
+@pytest.mark.ranks(2, **on_gloo)
+def test_a_layer_with_plain_numbers_called_like_statistics(rank):
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    layer.moving_mean, layer.moving_variance = 0.0, 1.0
+    layer.bias.assign([float(rank)])
+    PeriodicModelAverager(2, buffers="average", timeout=20).average_parameters(layer)
+    assert layer.bias.numpy() == 0.5
+
+
 # Models that leave the job
 
 
@@ -549,202 +495,7 @@ def test_a_callback_on_one_rank_only_is_an_error_at_the_start(horovodrun):
     assert "Give the callback to every rank" in said
 
 
-# Metrics and learning rate
-
-
-@pytest.mark.ranks(2, **on_ranks)
-def test_metrics_are_averaged_in_place(rank, size):
-    logs = {"b": 0.1 * rank, "a": tf.constant(float(rank)), "each": np.array([rank, -1.0]), "text": f"rank {rank}"}
-    callback = MetricAverageCallback()
-    callback.on_epoch_end(0, logs)
-    mean = np.mean(range(size))
-    assert logs["b"] == np.mean([0.1 * each for each in range(size)])
-    assert (logs["a"], logs["each"].tolist(), logs["text"]) == (mean, [mean, -1.0], f"rank {rank}")
-    callback.on_epoch_end(1, {})
-
-    lacking = {"loss": 1.0, "val_loss": 2.0} if rank == size - 1 else {"loss": 1.0}
-    with pytest.raises(LayoutMismatchError, match=rf"rank 0: loss; .*rank {size - 1}: loss, val_loss.*validation"):
-        callback.on_epoch_end(2, lacking)
-
-
-@pytest.mark.ranks(2, **on_gloo)
-def test_the_history_holds_the_mean_of_the_metrics(rank, size):
-    own, model = [], linear_model()
-    record = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.append(logs["loss"]))
-    history = fit(model, rank, 2, [record, MetricAverageCallback()], epochs=2).history
-    assert history["loss"] == pytest.approx(gathered(own, size).mean(0).tolist(), rel=1e-12)
-
-
-@pytest.mark.ranks(2, **on_gloo)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_learning_rate_warmup(rank, size, momentum):
-    batches, epochs = 4, 3
-    model = linear_model(optimizer=keras.optimizers.SGD(1.0, momentum=momentum))
-    model.set_weights([np.full((FEATURES, 1), rank, np.float32)])
-    rates = []
-    record = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate.numpy()))
-    )
-    warmup = LearningRateWarmupCallback(RATE, warmup_epochs=2)
-    history = fit(model, rank, batches, [warmup, record], epochs).history
-    expected = [RATE / size * (1 + min(1, (step + 1) / 8) * (size - 1)) for step in range(batches * epochs)]
-    assert rates == pytest.approx(expected)
-    assert history["learning_rate"] == pytest.approx(expected[3::4])
-
-    w, velocity = np.full(FEATURES, float(rank)), np.zeros(FEATURES)
-    for step, rate in enumerate(expected):  # Goyal et al., equation 9: the velocity is of gradients, not of steps
-        velocity = momentum * velocity + gradient(w, rank, step, batches)
-        w = w - rate * velocity
-    np.testing.assert_allclose(weights(model), w, rtol=1e-4)
-
-
-@pytest.mark.ranks(2, **on_gloo)
-def test_learning_rate_warmup_refuses_a_schedule(rank):
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(ValueError, match="schedule of its own"):
-        fit(linear_model(optimizer=keras.optimizers.SGD(schedule)), rank, 2, [LearningRateWarmupCallback(0.1)])
-
-
-# The optimizer
-
-
-def embedding_model():
-    """Sparse, dense and missing gradients."""
-    tokens = keras.Input((2,), dtype="int64")
-    x = keras.layers.Flatten()(keras.layers.Embedding(6, 3)(tokens))
-    outputs = keras.layers.Dense(1)(keras.layers.Dense(4, activation="tanh")(x))
-    model = keras.Model(tokens, outputs)
-    model.unused = model.add_weight(shape=(2,), name="unused", initializer="ones")
-    return model
-
-
-class Dense:
-    """Rows that a batch looks up twice: Keras squares their sparse gradients before it adds them up, not after."""
-
-    def apply(self, grads, trainable_variables=None):
-        super().apply([grad if grad is None else tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
-
-
-class DenseAdam(Dense, keras.optimizers.Adam):
-    pass
-
-
-class DenseSGD(Dense, keras.optimizers.SGD):
-    pass
-
-
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: DenseAdam(0.01),
-    "clipped": lambda: DenseSGD(0.1, global_clipnorm=0.05),
-    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-}
-
-
-@pytest.mark.ranks(2, **on_ranks)
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("sgd", {}),
-        ("adam", {}),
-        ("adam", {"run_eagerly": True}),
-        ("clipped", {"steps_per_execution": 3}),
-        ("accumulated", {}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_averaging_gradients_is_training_on_all_shards_at_once(rank, size, optimizer, options):
-    batches, each = 4, 4
-    numbers = np.random.default_rng(1)
-    tokens = numbers.integers(0, 6, (batches, size, each, 2))
-    target = numbers.normal(size=(batches, size, each, 1)).astype(np.float32)
-
-    def trained(optimizer, tokens, target, batch_size):
-        keras.utils.set_random_seed(3)
-        model = embedding_model()
-        model.compile(optimizer, "mse", **options)
-        x, y = tokens.reshape(-1, 2), target.reshape(-1, 1)
-        model.fit(x, y, batch_size, 2, shuffle=False, verbose=0)
-        return weights(model)
-
-    alone = trained(OPTIMIZERS[optimizer](), tokens, target, each * size)
-    together = trained(DistributedOptimizer(OPTIMIZERS[optimizer]()), tokens[:, rank], target[:, rank], each)
-    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.ranks(2, 4, **on_ranks)
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_post_local_sgd_switches_at_one_number(rank, size, warmup):
-    batches, period = 10, 4
-    averager = Recorder(period, warmup)
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(RATE, momentum=0.9), averager=averager)
-    model = linear_model(optimizer=optimizer)
-    model.set_weights([np.full((FEATURES, 1), 0.5, np.float32)])
-    fit(model, rank, batches, [ModelAveragingCallback(averager, average_at_train_end=False)])
-
-    replicas, velocities = np.full((size, FEATURES), 0.5), np.zeros((size, FEATURES))
-    for step in range(batches):
-        gradients = np.stack([gradient(w, each, step, batches) for each, w in enumerate(replicas)])
-        gradients = reference.average(gradients) if step < warmup else gradients
-        velocities = 0.9 * velocities - RATE * gradients
-        replicas = replicas + velocities
-        due = step in reference.periodic_rounds(batches, period, warmup)
-        replicas = reference.average(replicas) if due else replicas
-    assert averager.rounds == reference.periodic_rounds(batches, period, warmup)
-    np.testing.assert_allclose(weights(model), replicas[rank], rtol=1e-5)
-
-
-@pytest.mark.ranks(2, **on_gloo)
-def test_16_bit_gradients_are_summed_in_float32(rank):
-    for dtype, gradient in [("float16", 60000.0), ("bfloat16", 1.0 + rank), ("float64", 1 / 3)]:
-        variable = keras.Variable(np.zeros(2), dtype=dtype)
-        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0))
-        optimizer.apply([tf.fill([2], tf.constant(gradient, dtype))], [variable])
-        expected = 1.5 if dtype == "bfloat16" else gradient
-        assert np.asarray(variable.numpy(), np.float64).tolist() == [-expected] * 2
-
-
-@pytest.mark.ranks(2, **on_ranks)
-def test_loss_scaling_skips_a_step_on_all_ranks_together(rank):
-    optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE)))
-    model = linear_model(optimizer=optimizer)
-    x, y = data(rank, 5)
-    y[8 if rank == 1 else slice(0)] = np.inf  # in the third batch of rank 1
-    model.fit(x, y, 4, shuffle=False, verbose=0, callbacks=[BroadcastCallback()])
-    assert int(model.optimizer.iterations) == 4
-    assert check_replicas(model.trainable_variables)
-    with pytest.raises(ValueError, match="Turn it around"):
-        keras.optimizers.LossScaleOptimizer(DistributedOptimizer(keras.optimizers.SGD()))
-
-
-@pytest.mark.ranks(2, **on_gloo)
-def test_xla_is_turned_off_or_a_clear_error(rank):
-    model = linear_model(optimizer=DistributedOptimizer("sgd"), jit_compile=True)
-    with pytest.raises(RuntimeError, match=r"compile\(..., jit_compile=False\)"):
-        fit(model, rank, 1)
-    model = linear_model(optimizer=DistributedOptimizer("sgd"), jit_compile=True)
-    fit(model, rank, 1, [BroadcastCallback()])
-    assert check_replicas(model.trainable_variables)
-
-    averager = PeriodicModelAverager(2)
-    model = linear_model(jit_compile=True)  # averaging parameters leaves the train step to XLA
-    fit(model, rank, 3, [ModelAveragingCallback(averager)])
-    assert model.jit_compile and check_replicas(model.trainable_variables)
-
-
-def test_the_optimizer_stays_what_it_was():
-    original = keras.optimizers.Adam(0.5)
-    optimizer = DistributedOptimizer(original)
-    assert optimizer is original and isinstance(optimizer, keras.optimizers.Adam)
-    saved = keras.optimizers.serialize(optimizer)
-    assert saved == keras.optimizers.serialize(keras.optimizers.Adam.from_config(original.get_config()))
-    assert type(keras.optimizers.deserialize(saved)) is keras.optimizers.Adam
-    with pytest.raises(ValueError, match="averages gradients already"):
-        DistributedOptimizer(optimizer)
-    with pytest.raises(TypeError, match="warmup_steps"):
-        DistributedOptimizer("sgd", averager=object())
-    with pytest.raises(TypeError, match="process_set"):
-        DistributedOptimizer("sgd", [0, 1])
+# Other backends
 
 
 TORCH = """
@@ -775,22 +526,3 @@ def test_callbacks_on_the_torch_backend(horovodrun):
     assert done.returncode == 0, done.output
     losses = re.findall(r"loss ([\d.]+)", done.output)
     assert len(losses) == 2 and len(set(losses)) == 1
-
-
-@pytest.mark.ranks(2, framework="tensorflow", backends=("gloo",))
-def test_a_hierarchy_ends_the_training_with_a_round(rank):
-    model = linear_model()
-    averager = HierarchicalModelAverager({2: 1, 100: 2}, timeout=20)
-    averaging = ModelAveragingCallback(averager, average_at_epoch_end=True)
-    fit(model, rank, 3, [BroadcastCallback(), averaging], epochs=2)
-    assert check_replicas(model.weights) and averager.step == 6 and averaging.last_round.ranks == 2
-
-
-@pytest.mark.ranks(2, framework="tensorflow", backends=("gloo",))
-def test_a_layer_with_plain_numbers_called_like_statistics(rank):
-    layer = keras.layers.Dense(1)
-    layer.build((None, 2))
-    layer.moving_mean, layer.moving_variance = 0.0, 1.0
-    layer.bias.assign([float(rank)])
-    PeriodicModelAverager(2, buffers="average", timeout=20).average_parameters(layer)
-    assert layer.bias.numpy() == 0.5
