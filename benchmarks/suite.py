@@ -5,6 +5,7 @@ are reached. ``scripts/bench`` runs this.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -50,6 +51,12 @@ class Measurement:
     backend: str = "gloo"
     link: str = ""
 
+    @property
+    def label(self) -> str:
+        """What tells its results from those of others."""
+        where = self.link or f"{self.np} ranks, {self.backend}"
+        return " ".join([f"{self.part}, {where}:", self.script.name, *self.options])
+
 
 def plan(quick: bool) -> Iterator[Measurement]:
     yield from rounds(quick)
@@ -64,18 +71,17 @@ def plan(quick: bool) -> Iterator[Measurement]:
 
 def rounds(quick: bool) -> Iterator[Measurement]:
     repeats = ("--repeats", "5" if quick else "30")
-    for backend in ("mpi", "gloo"):
-        for np in (2,) if quick else (2, 4):
-            limit_s = 200 if quick else 900
-            yield Measurement("rounds", ROUND, repeats, limit_s, np, backend)
-            yield Measurement("rounds", ROUND, (*repeats, "--framework", "tensorflow"), limit_s, np, backend)
-            small = ("--shapes", bars.SMALL_TENSORS, "--only", "flat", "--repeats", "30")
-            yield Measurement("rounds", ROUND, small, limit_s, np, backend)
-            if not quick:
-                yield Measurement("rounds", ROUND, ("--repeats", "10", "--shapes", *SIZES), 3600, np, backend)
-        if not quick:
+    for np, backend in itertools.product((2,) if quick else (2, 4), ("mpi", "gloo")):
+        limit_s = 200 if quick else 900
+        yield Measurement("rounds", ROUND, repeats, limit_s, np, backend)
+        yield Measurement("rounds", ROUND, (*repeats, "--framework", "tensorflow"), limit_s, np, backend)
+        small = ("--shapes", bars.SMALL_TENSORS, "--only", "flat", "--repeats", "30")
+        yield Measurement("rounds", ROUND, small, limit_s, np, backend)
+        if not quick and np == 2:
             large = ("--repeats", "10", "--shapes", "gpt2_small", "--only", *LARGE)
-            yield Measurement("rounds", ROUND, large, 900, 2, backend)
+            yield Measurement("rounds", ROUND, large, 900, np, backend)
+        if not quick:
+            yield Measurement("rounds", ROUND, ("--repeats", "10", "--shapes", *SIZES), 3600, np, backend)
 
 
 def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, list[Result]]:
@@ -109,6 +115,7 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("parts", nargs="*", metavar="part", help="which parts (default: all)")
     option("--quick", action="store_true", help="some minutes: few repeats, the most telling measurements only")
+    option("--resume", action="store_true", help="go on with a run that was broken off: keep what it has measured")
     option("--output", type=Path, help="folder (default: benchmarks/results, or with --quick output)")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - PARTS.keys()
@@ -117,9 +124,29 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def measure(parts: Sequence[str], quick: bool, keep: Callable[[list[Result]], None]) -> tuple[list[Result], list[str]]:
-    """All results, kept after every launch, and what could not be measured, and why."""
-    results: list[Result] = []
+def load(path: Path, description: dict[str, object]) -> list[Result]:
+    """The results of a run that was broken off.
+
+    Raises:
+        SystemExit: they are of another machine.
+    """
+    if not path.exists():
+        return []
+    kept = json.loads(path.read_text())
+    differing = {key for key in description if kept["machine"].get(key) != description[key]}
+    if differing - {"date", "load_before"}:
+        sys.exit(
+            f"{path} is of another machine or other versions ({', '.join(sorted(differing))}): leave out --resume."
+        )
+    results: list[Result] = kept["results"]
+    return results
+
+
+def measure(
+    parts: Sequence[str], quick: bool, results: list[Result], keep: Callable[[list[Result]], None]
+) -> list[str]:
+    """Add to the results what they lack, keep them after every launch, and say what could not be measured, and why."""
+    there = {result["launch"] for result in results}
     failures = []
     with ExitStack() as stack:
         hosts = None
@@ -129,15 +156,16 @@ def measure(parts: Sequence[str], quick: bool, keep: Callable[[list[Result]], No
             except Unavailable as error:
                 failures.append(f"wire and training left out: {error}")
         for measurement in plan(quick):
-            if measurement.part not in parts or (measurement.link and hosts is None):
+            wanted = measurement.part in parts and measurement.label not in there
+            if not wanted or (measurement.link and hosts is None):
                 continue
             launched, found = run(measurement, hosts if measurement.link else None)
-            results += found
+            results += [{"launch": measurement.label, **result} for result in found]
             if not found:
                 ended = "its time was over" if launched.returncode == 124 else f"exit code {launched.returncode}"
-                failures.append(f"{measurement.script.name} {' '.join(measurement.options)} failed: {ended}")
+                failures.append(f"{measurement.label} failed: {ended}")
             keep(results)
-    return results, failures
+    return failures
 
 
 def main() -> None:
@@ -148,8 +176,8 @@ def main() -> None:
     console = Console(highlight=False, width=100)
     description = machine.describe()
     console.print(f"{description['processor']}, {description['cores']} cores, {description['memory_gb']} GB")
-    keep = partial(save, path, description)
-    results, failures = measure(arguments.parts or list(PARTS), arguments.quick, keep)
+    results = load(path, description) if arguments.resume else []
+    failures = measure(arguments.parts or list(PARTS), arguments.quick, results, partial(save, path, description))
     console.print("", bars.table(bars.bars(results)), sep="\n")
     picture = chart.draw(results, path.with_suffix(".png"))
     console.print(f"\nNumbers: {path}" + (f", picture: {picture}" if picture else ""), soft_wrap=True)
