@@ -146,7 +146,7 @@ def measure(
     parts: Sequence[str], quick: bool, results: list[Result], keep: Callable[[list[Result]], None]
 ) -> list[str]:
     """Add to the results what they lack, keep them after every launch, and say what could not be measured, and why."""
-    there = {result["launch"] for result in results}
+    there = {result.get("launch") for result in results}
     failures = []
     with ExitStack() as stack:
         hosts = None

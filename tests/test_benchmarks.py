@@ -117,6 +117,29 @@ def test_bars_say_what_is_met_and_what_was_not_measured(monkeypatch):
     assert sorted(verdicts.values()).count("not measured") == len(verdicts) - 3
 
 
+def test_what_was_measured_before_is_not_measured_again(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    suite = importlib.import_module("suite")
+    launched, path, described = [], tmp_path / "full.json", {"cores": 2, "date": "then"}
+
+    def run(measurement, hosts):
+        launched.append(measurement.label)
+        return suite.Launched(0, ""), ([] if len(launched) == 2 else [{"kind": "round"}])
+
+    monkeypatch.setattr(suite, "run", run)
+    results = suite.load(path, described)
+    failures = suite.measure(["rounds"], True, results, lambda kept: suite.save(path, described, kept))
+    plan = list(launched)
+    assert len(set(plan)) == len(plan) == 6 and failures == [f"{plan[1]} failed: exit code 0"]
+
+    results = suite.load(path, {**described, "date": "now"})
+    suite.measure(["rounds"], True, results, lambda kept: suite.save(path, described, kept))
+    assert launched[6:] == [plan[1]], "what failed, once more"
+    assert sorted(result["launch"] for result in suite.load(path, described)) == sorted(plan)
+    with pytest.raises(SystemExit, match=r"other versions \(cores\)"):
+        suite.load(path, {"cores": 4})
+
+
 def test_shapes_by_name(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     shapes = importlib.import_module("shapes")
