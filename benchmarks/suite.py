@@ -147,17 +147,17 @@ def measure(
 ) -> list[str]:
     """Add to the results what they lack, keep them after every launch, and say what could not be measured, and why."""
     there = {result.get("launch") for result in results}
+    lacking = [each for each in plan(quick) if each.part in parts and each.label not in there]
     failures = []
     with ExitStack() as stack:
         hosts = None
-        if {"wire", "training"} & set(parts):
+        if any(measurement.link for measurement in lacking):
             try:
                 hosts = stack.enter_context(two_hosts())
             except Unavailable as error:
                 failures.append(f"wire and training left out: {error}")
-        for measurement in plan(quick):
-            wanted = measurement.part in parts and measurement.label not in there
-            if not wanted or (measurement.link and hosts is None):
+        for measurement in lacking:
+            if measurement.link and hosts is None:
                 continue
             launched, found = run(measurement, hosts if measurement.link else None)
             results += [{"launch": measurement.label, **result} for result in found]

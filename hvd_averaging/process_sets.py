@@ -180,7 +180,7 @@ def _find_or_add(hvd: Any, ranks: Ranks) -> Any:
         found = hvd.ProcessSet(list(ranks))
         found.process_set_id = known[ranks]
         return found
-    if not switched_on(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")):
+    if not read_switch(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")):
         raise ProcessSetError(
             f"Horovod knows no process set {describe(ranks)} and may not add one. Either list the sets at the start, "
             "hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in hvd_averaging.process_sets.plan(size, sizes)]), "
@@ -189,7 +189,10 @@ def _find_or_add(hvd: Any, ranks: Ranks) -> Any:
     return hvd.add_process_set(list(ranks))
 
 
-def switched_on(value: str) -> bool:
-    """Whether Horovod takes this value of an environment variable for a yes: it reads a number, so ``true`` is a no."""
+def read_switch(value: str) -> bool | None:
+    """Whether Horovod takes this value of an environment variable for a yes.
+
+    It reads a number; what is none, such as ``true``, is off as well, but hardly meant so: ``None``.
+    """
     number = re.match(r"\s*[+-]?\d+", value)
-    return number is not None and int(number[0]) > 0
+    return None if number is None else int(number[0]) > 0

@@ -26,6 +26,8 @@ from keras_linear import (  # noqa: E402
     gathered,
     linear_layer,
     linear_model,
+    on_gloo,
+    on_ranks,
     sgd_steps,
     weights,
 )
@@ -49,10 +51,6 @@ from hvd_averaging.keras import (  # noqa: E402
     ModelAveragingCallback,
     StopTogetherCallback,
 )
-
-on_ranks = {"framework": "tensorflow", "limit": 60}
-on_gloo = {**on_ranks, "backends": ["gloo"]}  # where nothing depends on how messages travel
-
 
 # What `fit` with averaging does
 

@@ -15,19 +15,13 @@ from keras_linear import (  # noqa: E402
     gathered,
     gradient,
     linear_model,
+    on_gloo,
+    on_ranks,
     weights,
 )
 
-from hvd_averaging import (  # noqa: E402
-    LayoutMismatchError,
-)
-from hvd_averaging.keras import (  # noqa: E402
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
-
-on_ranks = {"framework": "tensorflow", "limit": 60}
-on_gloo = {**on_ranks, "backends": ["gloo"]}  # where nothing depends on how messages travel
+from hvd_averaging import LayoutMismatchError  # noqa: E402
+from hvd_averaging.keras import LearningRateWarmupCallback, MetricAverageCallback  # noqa: E402
 
 
 @pytest.mark.ranks(2, **on_ranks)

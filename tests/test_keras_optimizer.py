@@ -17,21 +17,13 @@ from keras_linear import (  # noqa: E402
     fit,
     gradient,
     linear_model,
+    on_gloo,
+    on_ranks,
     weights,
 )
 
-from hvd_averaging import (  # noqa: E402
-    PeriodicModelAverager,
-    check_replicas,
-)
-from hvd_averaging.keras import (  # noqa: E402
-    BroadcastCallback,
-    DistributedOptimizer,
-    ModelAveragingCallback,
-)
-
-on_ranks = {"framework": "tensorflow", "limit": 60}
-on_gloo = {**on_ranks, "backends": ["gloo"]}  # where nothing depends on how messages travel
+from hvd_averaging import PeriodicModelAverager, check_replicas  # noqa: E402
+from hvd_averaging.keras import BroadcastCallback, DistributedOptimizer, ModelAveragingCallback  # noqa: E402
 
 
 def embedding_model():

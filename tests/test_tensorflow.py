@@ -313,8 +313,12 @@ def test_one_tensorflow_thread_is_too_few_for_a_graph(rank):
 
 
 @pytest.mark.ranks(2, **on_gloo)
-def test_functions_are_traced_once(rank):
+def test_functions_are_traced_once(rank, monkeypatch):
     from hvd_averaging.adapters import loaded_adapters
+    from hvd_averaging.adapters.tensorflow_reduction import Functions
+
+    traced, average = [], Functions._average
+    monkeypatch.setattr(Functions, "_average", lambda self, *given: traced.append(self) or average(self, *given))
 
     (adapter,) = (adapter for adapter in loaded_adapters() if adapter.framework == "tensorflow")
     adapter._functions.clear()
@@ -324,6 +328,7 @@ def test_functions_are_traced_once(rank):
     for _ in range(3):
         average_parameters(weights)
     functions = adapter._functions.values()
+    assert traced == list(functions)
     assert [len(f._traces) for f in functions] == [1, 1], "one for the averager, one for the function"
     kept = weakref.ref(weights.pop())
     gc.collect()

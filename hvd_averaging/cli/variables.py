@@ -6,7 +6,6 @@ with this package.
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from dataclasses import dataclass
 from hvd_averaging.cli.findings import Finding, Level, error, note
 from hvd_averaging.cli.launching import find_launch
 from hvd_averaging.cli.survey import Survey
-from hvd_averaging.process_sets import switched_on
-
-_YES = ("1", "true")
+from hvd_averaging.process_sets import read_switch
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ MEANINGS = (
     Meaning(
         "TF_USE_LEGACY_KERAS",
         "tf.keras is Keras 2, and hvd_averaging.keras is for Keras 3",
-        _YES,
+        ("1", "true"),
         level=Level.WARNING,
         remedy="unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras",
         lacks="keras",
@@ -96,7 +93,7 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
         value = survey.variables.get(meaning.name)
         if value is not None and _applies(meaning, value):
             yield Finding(meaning.level, meaning.name, f"{value}: {meaning.means}", meaning.remedy, meaning.lacks)
-        elif value is not None and meaning.switch and not re.match(r"\s*[+-]?\d", value):
+        elif value is not None and meaning.switch and read_switch(value) is None:
             said = f"{value}: Horovod reads a number here, and takes this for 0, which is off"
             yield Finding(Level.WARNING, meaning.name, said, f"export {meaning.name}=1, or unset it")
     yield from _interface(survey)
@@ -104,7 +101,7 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
 
 
 def _applies(meaning: Meaning, value: str) -> bool:
-    return switched_on(value) if meaning.switch else not meaning.values or value.lower() in meaning.values
+    return bool(read_switch(value)) if meaning.switch else not meaning.values or value.lower() in meaning.values
 
 
 def _interface(survey: Survey) -> Iterator[Finding]:
