@@ -38,6 +38,12 @@ EDITS = (
         replace="set(CMAKE_CXX_STANDARD {cxx_standard})",
     ),
     Edit(
+        why="it names int32_t and std::string; since GCC 13 the standard headers no longer bring them along",
+        files=("horovod/common/group_table.h",),
+        find=r"^#include <mutex>$",
+        replace="#include <cstdint>\n#include <mutex>\n#include <string>",
+    ),
+    Edit(
         why="the XLA headers left TensorFlow's wheel in 2.16; this source matters only to XLA on a GPU",
         files=("horovod/tensorflow/CMakeLists.txt",),
         find=r"^.*/xla_mpi_ops\.cc.*\n",
