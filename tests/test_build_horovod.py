@@ -75,7 +75,11 @@ def pristine(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unpacked(pristine: Path, tmp_path: Path) -> Path:
     """A copy, of all that the edits may touch."""
     ignored = shutil.ignore_patterns("third_party", "docker", "mxnet", "spark", "ray")
-    return Path(shutil.copytree(pristine, tmp_path / "horovod", ignore=ignored))
+    copy = Path(shutil.copytree(pristine, tmp_path / "horovod", ignore=ignored))
+    for name in {name for edit in edits.EDITS for name in edit.files}:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pristine / name, copy / name)
+    return copy
 
 
 @pytest.fixture
