@@ -5,7 +5,6 @@ are reached. ``scripts/bench`` runs this.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
@@ -59,7 +58,8 @@ class Measurement:
 
 
 def plan(quick: bool) -> Iterator[Measurement]:
-    yield from rounds(quick)
+    """What tells most comes first, since a run may be broken off."""
+    yield from rounds(2, quick)
     for link, repeats in {"1gbit": 2}.items() if quick else LINKS.items():
         words = ("packed", "flat", "fp16", "bf16", "int8", "one tensor")
         options = ("--only", *words, "--repeats", str(repeats))
@@ -67,21 +67,24 @@ def plan(quick: bool) -> Iterator[Measurement]:
     for link in ("1gbit",) if quick else LINKS:
         few = ("--only", "hvd.DistributedOptimizer", "period 8", "period 32", "--turns", "2", "--seconds", "20")
         yield Measurement("training", TRAINING, few if quick else (), 300 if quick else 3600, link=link)
+    if not quick:
+        yield from rounds(4, quick)
 
 
-def rounds(quick: bool) -> Iterator[Measurement]:
+def rounds(np: int, quick: bool) -> Iterator[Measurement]:
     repeats = ("--repeats", "5" if quick else "30")
-    for np, backend in itertools.product((2,) if quick else (2, 4), ("mpi", "gloo")):
-        limit_s = 200 if quick else 900
+    limit_s = 200 if quick else 900
+    for backend in ("mpi", "gloo"):
         yield Measurement("rounds", ROUND, repeats, limit_s, np, backend)
         yield Measurement("rounds", ROUND, (*repeats, "--framework", "tensorflow"), limit_s, np, backend)
         small = ("--shapes", bars.SMALL_TENSORS, "--only", "flat", "--repeats", "30")
         yield Measurement("rounds", ROUND, small, limit_s, np, backend)
         if not quick and np == 2:
             large = ("--repeats", "10", "--shapes", "gpt2_small", "--only", *LARGE)
-            yield Measurement("rounds", ROUND, large, 900, np, backend)
-        if not quick:
-            yield Measurement("rounds", ROUND, ("--repeats", "10", "--shapes", *SIZES), 3600, np, backend)
+            yield Measurement("rounds", ROUND, large, limit_s, np, backend)
+    if not quick:
+        for backend in ("mpi", "gloo"):
+            yield Measurement("rounds", ROUND, ("--repeats", "5", "--shapes", *SIZES), 3600, np, backend)
 
 
 def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, list[Result]]:
