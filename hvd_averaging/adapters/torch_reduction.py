@@ -19,6 +19,7 @@ from ..members import Members
 from . import Pending, Terms
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
+_LONGEST_FIRST_PAUSE = 0.05  # seconds; more would gain little, and cost much after rounds that a slow rank held up
 WIRE = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -28,17 +29,27 @@ class Polled:
     _hvd: Any
     _handles: Sequence[int]
 
+    _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 if the first sleep was too long
+
     def done(self) -> bool:
         return all(self._hvd.poll(handle) for handle in self._handles)
 
     def wait(self, timeout: float | None) -> bool:
         started, pause = time.monotonic(), _SHORTEST_PAUSE
+        if not self.done():
+            time.sleep(self._first_pause())
+        too_long = self.done()
         while not self.done():
             if timeout is not None and time.monotonic() - started > timeout:
                 return False
             time.sleep(pause)  # leaves the core to the thread that does the work
             pause = min(1.2 * pause, _LONGEST_PAUSE)
+        self._waits = (*self._waits[-3:], 0 if too_long else time.monotonic() - started)
         return True
+
+    def _first_pause(self) -> float:
+        """Most of what the last waits took, all of them: then pauses are still short when the collective ends."""
+        return min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
 
 
 class HeaderSum(Polled):
