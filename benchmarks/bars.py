@@ -44,10 +44,13 @@ def bars(results: Sequence[Result]) -> list[Bar]:
     wire: dict[str, Any] = {"backend": "Gloo", "link": "1gbit"}
     found = [Bar("flat round / MPI_Allreduce of 102 MB, Open MPI", 1.10, ratio(names.FLAT, names.MPI, **mpi))]
     for backend in (mpi, gloo):
-        label, flat, packed = backend["backend"], names.FLAT, names.PACKED
+        label, flat = backend["backend"], names.FLAT
         small = ratio(flat, names.ONE_TENSOR, SMALL_TENSORS, **backend)
         found += [
-            Bar(f"packed round / hvd.grouped_allreduce_, {label}", 1.0, ratio(packed, names.GROUPED, **backend)),
+            *(
+                Bar(f"{name} / {names.GROUPED}, {label}", 1.0, ratio(name, names.GROUPED, **backend))
+                for name in (names.PACKED, names.BUCKETS)
+            ),
             Bar(f"flat round / torch's averager, {label}", 0.40, ratio(flat, names.TORCH_AVERAGER, **backend)),
             Bar(f"flat round, 2,000 tensors of 1 KB / one tensor, {label}", 1.3, small),
         ]
