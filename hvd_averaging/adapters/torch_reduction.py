@@ -29,7 +29,8 @@ class Polled:
     _hvd: Any
     _handles: Sequence[int]
 
-    _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 if the first sleep was too long
+    _goes_on = False  # whether `done` does work, such as sending what comes next, so that it must be asked all the time
+    _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 if the first pause was too long
 
     def done(self) -> bool:
         return all(self._hvd.poll(handle) for handle in self._handles)
@@ -48,8 +49,8 @@ class Polled:
         return True
 
     def _first_pause(self) -> float:
-        """Most of what the last waits took, all of them: then pauses are still short when the collective ends."""
-        return min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
+        """Most of what the shortest of the last waits took: then pauses are still short when the collective ends."""
+        return 0 if self._goes_on else min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
 
 
 class HeaderSum(Polled):

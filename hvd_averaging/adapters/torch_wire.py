@@ -162,6 +162,7 @@ class _Change(_Whole):
 class WireReduction(Polled):
     """Rounds of changes; the first one, and wherever the coding does not do, one of the parameters as they are."""
 
+    _goes_on = True
     overwrites = False
 
     def __init__(
