@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .averagers import ModelAverager, PeriodicModelAverager
+    from .averagers import ModelAverager
     from .errors import (
         AveragingError,
         AveragingTimeoutError,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         StepMismatchError,
     )
     from .hierarchical import HierarchicalModelAverager
+    from .periodic import PeriodicModelAverager
     from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
     from .round import Round
     from .together import average_together
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "averagers": ("ModelAverager", "PeriodicModelAverager"),
+    "averagers": ("ModelAverager",),
     "errors": (
         "AveragingError",
         "AveragingTimeoutError",
@@ -52,6 +53,7 @@ _HOMES = {
         "StepMismatchError",
     ),
     "hierarchical": ("HierarchicalModelAverager",),
+    "periodic": ("PeriodicModelAverager",),
     "replicas": ("ReplicaReport", "average_parameters", "averaged", "broadcast_parameters", "check_replicas"),
     "round": ("Round",),
     "together": ("average_together",),

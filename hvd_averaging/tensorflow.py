@@ -6,8 +6,9 @@ The same objects as in :mod:`hvd_averaging`, which finds the framework by what i
 
 import tensorflow  # noqa: F401 - an adapter is looked for among frameworks that are loaded
 
-from .averagers import ModelAverager, PeriodicModelAverager
+from .averagers import ModelAverager
 from .hierarchical import HierarchicalModelAverager
+from .periodic import PeriodicModelAverager
 from .replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from .round import Round
 from .together import average_together

@@ -17,8 +17,9 @@ Imports nothing of TensorFlow. Example, under ``horovodrun -np 8 python train.py
         optimizer.zero_grad()
 """
 
-from ..averagers import ModelAverager, PeriodicModelAverager
+from ..averagers import ModelAverager
 from ..hierarchical import HierarchicalModelAverager
+from ..periodic import PeriodicModelAverager
 from ..replicas import ReplicaReport, average_parameters, averaged, broadcast_parameters, check_replicas
 from ..round import Round
 from ..together import average_together
