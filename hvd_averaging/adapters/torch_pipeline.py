@@ -23,7 +23,7 @@ BUFFERS = 2
 class PipelinedReduction(Polled):
     """Sums bucket after bucket, and writes the means as they come."""
 
-    _goes_on = True
+    _moved_by_asking = True
     overwrites = True
     history = 0
 

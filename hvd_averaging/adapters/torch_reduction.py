@@ -29,7 +29,7 @@ class Polled:
     _hvd: Any
     _handles: Sequence[int]
 
-    _goes_on = False  # whether `done` does work, such as sending what comes next, so that it must be asked all the time
+    _moved_by_asking = False  # whether `done` does work, such as sending what comes next: then it must be asked often
     _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 if the first pause was too long
 
     def done(self) -> bool:
@@ -50,7 +50,7 @@ class Polled:
 
     def _first_pause(self) -> float:
         """Most of what the shortest of the last waits took: then pauses are still short when the collective ends."""
-        return 0 if self._goes_on else min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
+        return 0 if self._moved_by_asking else min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
 
 
 class HeaderSum(Polled):

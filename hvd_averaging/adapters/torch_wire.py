@@ -9,6 +9,7 @@ that is sent back: error feedback in both directions, as in DoubleSqueeze (Tang 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,14 +58,14 @@ class _Whole(Polled):
         self._next = lambda: self._divide(contributors)
 
     @torch.no_grad()
-    def advance(self) -> bool:
-        """Do what can be done by now; whether nothing is left to do."""
-        while self._next is not None and self.done():
-            for handle in self._handles:
-                self._hvd.synchronize(handle)
-            step, self._next, self._handles = self._next, None, []
+    def go_on(self) -> bool:
+        """Do what follows the collective that has ended; whether another one has begun."""
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
+        step, self._next, self._handles = self._next, None, []
+        if step is not None:
             step()
-        return self._next is None
+        return self._next is not None
 
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.views:
@@ -162,7 +163,7 @@ class _Change(_Whole):
 class WireReduction(Polled):
     """Rounds of changes; the first one, and wherever the coding does not do, one of the parameters as they are."""
 
-    _goes_on = True
+    _moved_by_asking = True
     overwrites = False
 
     def __init__(
@@ -187,6 +188,7 @@ class WireReduction(Polled):
         self._changing = [parcel for parcel in self._parcels if isinstance(parcel, _Change)]
         self._scratch: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._tensors: Sequence[torch.Tensor] | None = None
+        self._under_way: deque[_Whole] = deque()
         self.history = 0
         self.bytes = 0
 
@@ -197,6 +199,7 @@ class WireReduction(Polled):
         self._tensors, self._contributors = tensors if terms.contributes else None, terms.contributors
         self._in_changes = terms.complete and self.history > 0
         self.bytes = 0
+        self._under_way.clear()
         if not self._in_changes:
             self._send(self._parcels)
             return self
@@ -204,12 +207,20 @@ class WireReduction(Polled):
         for parcel in self._changing:
             parcel.send_change(self._tensors, self._scratch_for(parcel.numbers), self._contributors)
             self.bytes += parcel.change_bytes
-            for under_way in self._changing:
-                under_way.advance()
+            self._under_way.append(parcel)
+            self._go_on()
         return self
 
+    def _go_on(self) -> None:
+        """Only the one that has waited longest is asked: they end in turn, and asking all of them takes a while."""
+        while self._under_way and self._under_way[0].done():
+            parcel = self._under_way.popleft()
+            if parcel.go_on():
+                self._under_way.append(parcel)
+
     def done(self) -> bool:
-        if sum(parcel.advance() for parcel in self._parcels) < len(self._parcels):  # all of them go on
+        self._go_on()
+        if self._under_way:
             return False
         if self._in_changes and not all(parcel.is_finite for parcel in self._changing):
             # Some rank's change is infinite, not a number, or too large for the coding: all ranks see that here.
@@ -258,6 +269,7 @@ class WireReduction(Polled):
         for parcel in parcels:
             parcel.send(self._tensors, self._contributors)
             self.bytes += parcel.bytes
+        self._under_way += parcels
 
     def _scratch_for(self, like: torch.Tensor) -> torch.Tensor:
         """Room for the parameters of one bucket at a time."""
