@@ -181,6 +181,17 @@ def test_what_the_coding_cannot_hold_travels_as_it_is(rank, size, wire, bad):
 
 
 @on_gloo(2)
+def test_finite_numbers_whose_sum_is_not_travel_as_changes(rank):
+    weights = torch.zeros(600)
+    averager = every_step("bf16")
+    averager.average_parameters([weights])
+    weights += 1e37 * (rank + 1)
+    assert averager.average_parameters([weights]).bytes < 2400
+    assert torch.allclose(weights, torch.tensor(1.5e37), rtol=0.01)
+    assert check_replicas([weights])
+
+
+@on_gloo(2)
 def test_blocks_of_zeros_and_of_next_to_nothing(rank):
     weights = torch.zeros(4 * 512)
     averager = every_step("int8")
