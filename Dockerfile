@@ -4,8 +4,8 @@
 #   docker run hvd_averaging                                                                          the demo
 #   docker run -v "$PWD:/mine" -w /mine hvd_averaging horovodrun -np 4 --gloo python train.py         your training
 #
-# BASE is Debian 12 or 13, or Ubuntu 22.04 or 24.04. For GPUs, BASE is such a system with the CUDA toolkit (a "devel" image)
-# of the CUDA version that PyTorch is made for, and GPU=nccl; what the image is run on needs no toolkit:
+# BASE is Debian 12 or 13, or Ubuntu 22.04 or 24.04. For GPUs, BASE is such a system with the CUDA toolkit (a "devel"
+# image) of the CUDA version that PyTorch is made for, and GPU=nccl; what the image is run on needs no toolkit:
 #
 #   docker build --build-arg BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04 --build-arg RUNTIME_BASE=ubuntu:24.04 \
 #       --build-arg GPU=nccl -t hvd_averaging:gpu .

@@ -8,7 +8,7 @@ in 32 bits. Buckets also hold what 16-bit floats need: sums are formed in float3
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,27 +30,30 @@ class Polled:
     _handles: Sequence[int]
 
     _moved_by_asking = False  # whether `done` does work, such as sending what comes next: then it must be asked often
-    _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 if the first pause was too long
+    _waits: tuple[float, ...] = ()  # the last ones, in seconds; 0 where the first pause was enough, or too much
 
     def done(self) -> bool:
         return all(self._hvd.poll(handle) for handle in self._handles)
 
     def wait(self, timeout: float | None) -> bool:
-        started, pause = time.monotonic(), _SHORTEST_PAUSE
-        if not self.done():
-            time.sleep(self._first_pause())
-        too_long = self.done()
+        started, naps = time.monotonic(), 0
+        pauses = self._pauses()
         while not self.done():
             if timeout is not None and time.monotonic() - started > timeout:
                 return False
-            time.sleep(pause)  # leaves the core to the thread that does the work
-            pause = min(1.2 * pause, _LONGEST_PAUSE)
-        self._waits = (*self._waits[-3:], 0 if too_long else time.monotonic() - started)
+            time.sleep(next(pauses))  # leaves the core to the thread that does the work
+            naps += 1
+        self._waits = (*self._waits[-3:], time.monotonic() - started if naps > 1 else 0)
         return True
 
-    def _first_pause(self) -> float:
-        """Most of what the shortest of the last waits took: then pauses are still short when the collective ends."""
-        return 0 if self._moved_by_asking else min(0.75 * min(self._waits, default=0), _LONGEST_FIRST_PAUSE)
+    def _pauses(self) -> Iterator[float]:
+        """First most of what the shortest of the last waits took, so that pauses are short when the collective ends."""
+        if not self._moved_by_asking and self._waits:
+            yield min(0.75 * min(self._waits), _LONGEST_FIRST_PAUSE)
+        pause = _SHORTEST_PAUSE
+        while True:
+            yield pause
+            pause = min(1.2 * pause, _LONGEST_PAUSE)
 
 
 class HeaderSum(Polled):
