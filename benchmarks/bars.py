@@ -47,10 +47,7 @@ def bars(results: Sequence[Result]) -> list[Bar]:
         label, flat = backend["backend"], names.FLAT
         small = ratio(flat, names.ONE_TENSOR, SMALL_TENSORS, **backend)
         found += [
-            *(
-                Bar(f"{name} / {names.GROUPED}, {label}", 1.0, ratio(name, names.GROUPED, **backend))
-                for name in (names.PACKED, names.BUCKETS)
-            ),
+            Bar(f"packed round / {names.GROUPED}, {label}", 1.0, ratio(names.PACKED, names.GROUPED, **backend)),
             Bar(f"flat round / torch's averager, {label}", 0.40, ratio(flat, names.TORCH_AVERAGER, **backend)),
             Bar(f"flat round, 2,000 tensors of 1 KB / one tensor, {label}", 1.3, small),
         ]

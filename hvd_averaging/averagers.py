@@ -45,10 +45,12 @@ class ModelAverager(ABC):
         timeout: seconds to wait for the other ranks in a round before an error ends it; ``None`` waits for ever.
         name: what messages and collectives are called by, the same on every rank. Averagers of one class need
             different names only where the names and shapes of their parameters do not tell them apart.
-        bucket_bytes: the size of the largest buffer that parameters travel in; ``None`` is as large as Horovod can
+        bucket_bytes: the size of the largest buffer that parameters travel in; ``None`` is what measures best: 32 MB if
+            more than 64 MB of PyTorch parameters on the CPU have to be packed, otherwise as much as Horovod can
             count. With PyTorch, more buckets than two take turns in the memory of two: while one is reduced, the mean
-            of the last is written and the next is packed. Should a collective fail in the middle, some parameters then
-            hold the mean already, as the error says; with ``None`` nothing is written before all is reduced.
+            of the last is written and the next is packed. Should a collective fail in the middle (because a rank or the
+            network breaks down), some parameters then hold the mean already, as the error says; in one bucket
+            (``2**40``) nothing is written before all is reduced.
         buffers: what a round does with the buffers of a model (pass it the model itself). ``"local"``: nothing.
             ``"average"``: floating-point ones become the mean, a variance that belongs to a mean (batch
             normalization) becomes that of all replicas' data together, ``E[var] + Var[mean]`` by the law of total

@@ -17,7 +17,7 @@ from .channel import Channel
 from .collect import Collected, collect, collect_or_explain
 from .errors import AveragingError
 from .header import Presence, Tally
-from .layout import Bucket
+from .layout import Bucket, Layout
 from .round import Agreed, Begun, Round, Rounds, to_the_end
 
 
@@ -128,7 +128,13 @@ class DelayedRounds(Rounds):
         return 0  # training goes on in the parameters, so that they cannot be summed where they lie
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
+        self,
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[Any],
+        name: str,
+        channel: Channel,
+        same_basis: bool,
     ) -> DelayedReduction:
         return channel.adapter.delayed_reduction(buckets, tensors, name, channel.members)
 

@@ -143,7 +143,7 @@ class Rounds:
             What was done and who took part, or ``None`` on a rank outside the process set.
 
         Raises:
-            AveragingError: one of its subclasses; the parameters are untouched.
+            AveragingError: one of its subclasses; the parameters are untouched, unless it says that some are not.
             TypeError, ValueError: ``params`` cannot be averaged; the other ranks are told before it is raised.
         """
         return to_the_end(self.meet(params, step, settings, presence, contributes, exact))
@@ -285,8 +285,16 @@ class Rounds:
         return adapter.memory(buckets, tensors)
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
+        self,
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[Any],
+        name: str,
+        channel: Channel,
+        same_basis: bool,
     ) -> Reduction:
+        if not same_basis and self.bucket_bytes is None:
+            buckets = layout.buckets(channel.adapter.bucket_bytes(buckets), headers.LENGTH)
         return channel.adapter.reduction(buckets, tensors, name, channel.members, in_place=same_basis)
 
     def _agree(self, claim: Claim, tensors: Sequence[Any], channel: Channel) -> Agreed:
@@ -303,7 +311,7 @@ class Rounds:
         same_basis = agree(replace(claim, basis=basis), channel).same_basis
         # The layout is part of the name, so that the averagers of two models can share the averager's name.
         name = f"hvd_averaging.{self.name}.{claim.layout.fingerprint:016x}"
-        reduction = self._make_reduction(buckets, tensors, name, channel, same_basis)
+        reduction = self._make_reduction(claim.layout, buckets, tensors, name, channel, same_basis)
         return Agreed(channel.adapter, channel.members, claim.layout, buckets, basis, same_basis, reduction, claim.look)
 
     def _give_up(self, error: AveragingError) -> None:

@@ -83,7 +83,13 @@ class WireRounds(Rounds):
         return agreed
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
+        self,
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[Any],
+        name: str,
+        channel: Channel,
+        same_basis: bool,
     ) -> WireReduction:
         return channel.adapter.wire_reduction(buckets, tensors, name, channel.members, self.wire)
 

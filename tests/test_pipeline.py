@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from hvd_averaging import PeriodicModelAverager, StepMismatchError, check_replicas
+from hvd_averaging.adapters.torch_flat import FlatReduction
 from hvd_averaging.adapters.torch_pipeline import PipelinedReduction
+from hvd_averaging.adapters.torch_reduction import TorchReduction
+from hvd_averaging.torch import flatten_parameters
 
 MB = 2**20
 
@@ -45,7 +48,7 @@ def test_a_round_takes_the_memory_of_two_buckets(rank):
         return high_water() - before
 
     assert extra_memory(8 * MB) < 2 * 8 * MB + 10 * MB
-    assert extra_memory(None) > 60 * MB, "in one bucket it takes as much as the model, or this test sees nothing"
+    assert extra_memory(2**40) > 60 * MB, "in one bucket it takes as much as the model, or this test sees nothing"
 
 
 @on_gloo(2, 3)
@@ -59,6 +62,29 @@ def test_every_round_gives_the_mean(rank, size):
         assert isinstance(averager._rounds._agreed.reduction, PipelinedReduction)
         assert done.bytes == 4 * 700 + 8 * 50 + 4 * 33 and done.ranks == size
         assert all((weight == step + (size - 1) / 2).all() for weight in weights)
+
+
+@on_gloo(2)
+@pytest.mark.parametrize(
+    ("sizes", "flat", "options", "expected"),
+    [
+        ([17, 1], False, {}, PipelinedReduction),
+        ([16], False, {}, TorchReduction),
+        ([17, 1], False, {"bucket_bytes": 2**40}, TorchReduction),
+        ([17, 1], True, {}, FlatReduction),
+    ],
+)
+def test_large_models_are_pipelined_unless_they_are_flat(rank, sizes, flat, options, expected):
+    weights = [torch.nn.Parameter(torch.full((size, MB), float(rank))) for size in sizes]  # so many times 4 MB
+    if flat:
+        flatten_parameters(weights)
+    averager = PeriodicModelAverager(1, **options)
+    for _ in range(2):
+        averager.average_parameters(weights)
+        assert type(averager._rounds._agreed.reduction) is expected
+        for weight in weights:
+            assert (weight == 0.5).all()
+            weight.data += rank - 0.5
 
 
 @on_gloo(2)

@@ -143,6 +143,9 @@ class Adapter(Protocol):
     def memory(self, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         """A hash of how tensors lie in memory, if some buckets need not be packed; else 0."""
 
+    def bucket_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        """What measured best where ``buckets``, as large as they can be, have to be packed; ``None`` leaves them so."""
+
     def reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, in_place: bool
     ) -> Reduction:

@@ -132,6 +132,9 @@ class TensorFlowAdapter:
     def memory(self, buckets: Sequence[Bucket], tensors: Sequence[Any]) -> int:
         return 0
 
+    def bucket_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        return None  # nothing is packed
+
     def reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, members: Members, in_place: bool
     ) -> TensorFlowReduction:

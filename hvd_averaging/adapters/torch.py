@@ -21,7 +21,7 @@ from ..layout import MAX_BUCKET_ELEMENTS, Bucket, Entry
 from ..members import Members
 from . import Pending, Reduction, torch_flat
 from .torch_delayed import DelayedReduction
-from .torch_pipeline import BUFFERS, PipelinedReduction
+from .torch_pipeline import BUCKET_BYTES, BUFFERS, PipelinedReduction
 from .torch_reduction import Polled, TorchReduction
 from .torch_wire import WireReduction
 
@@ -117,6 +117,11 @@ class TorchAdapter:
 
     def memory(self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor]) -> int:
         return torch_flat.memory(buckets, tensors)
+
+    def bucket_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        # Two of this size would be under way at once, and Horovod would copy both together first.
+        gains = any(bucket.device == "cpu" and bucket.bytes > BUFFERS * BUCKET_BYTES for bucket in buckets)
+        return BUCKET_BYTES if gains else None
 
     def reduction(
         self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor], name: str, members: Members, in_place: bool

@@ -18,6 +18,8 @@ from . import Pending, Terms
 from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
 
 BUFFERS = 2
+BUCKET_BYTES = 32 * 2**20
+"""What measured best: see `docs/performance.md`."""
 
 
 class PipelinedReduction(Polled):

@@ -20,7 +20,7 @@ from ..agreement import Claim
 from ..channel import Channel
 from ..collect import Collected
 from ..header import Presence
-from ..layout import Bucket
+from ..layout import Bucket, Layout
 from ..members import Members
 from ..round import Round, Rounds
 
@@ -99,7 +99,13 @@ class GradientRounds(Rounds):
         return 0  # that of the parameters says nothing of the gradients
 
     def _make_reduction(
-        self, buckets: Sequence[Bucket], tensors: Sequence[Any], name: str, channel: Channel, same_basis: bool
+        self,
+        layout: Layout,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[Any],
+        name: str,
+        channel: Channel,
+        same_basis: bool,
     ) -> _GradientReduction:
         # Gradients of two optimizers are under way at once, and may be alike in names and shapes (twin critics). Ranks
         # agree about the number, since those that Horovod has added later (elastic mode) have made fewer.
