@@ -7,7 +7,6 @@ from one operation to the next: over the whole of a large bucket, every operatio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +19,7 @@ BLOCK = 512
 """Elements that share a step of four bytes, so that steps cost 0.8 % of the bytes."""
 
 _LARGEST_CODE = 127
+_SMALLEST_STEP = 2.0**-100  # what smaller ones leave out would be denormal, which processors are slow with
 
 Coded = tuple[torch.Tensor, ...]
 """A stretch written down: views of a row of bytes."""
@@ -96,9 +96,8 @@ class Int8:
         codes, steps = coded
         numbers = numbers.view(-1, BLOCK)
         torch.div(numbers.abs().amax(1, keepdim=True), _LARGEST_CODE, out=steps)
-        usable = steps >= torch.finfo(torch.float32).tiny  # whose reciprocal is finite
-        steps.mul_(usable | ~steps.isfinite())
-        multiples = (numbers * torch.where(usable, steps.reciprocal(), 0)).round_()
+        torch.threshold_(steps, _SMALLEST_STEP, 0)  # leaves a NaN
+        multiples = (numbers * steps.clamp(min=_SMALLEST_STEP).reciprocal_()).round_()
         codes.copy_(multiples)
         numbers.addcmul_(multiples, steps.to(numbers.dtype), value=-1)
 
@@ -113,14 +112,11 @@ class Int8:
 CODINGS: dict[str, Coding] = {"fp16": Half(torch.float16), "bf16": Half(torch.bfloat16), "int8": Int8()}
 
 
-def in_stretches(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensor (1-D) in stretches; whole on a GPU, which takes longer to start an operation than to do it."""
-    stretches: Sequence[torch.Tensor] = tensor.split(stretch_of(tensor))
-    return stretches
-
-
 def stretch_of(tensor: torch.Tensor) -> int:
-    """How many elements of ``tensor`` make a stretch, a multiple of every coding's ``multiple``."""
+    """How many elements of ``tensor`` make a stretch, a multiple of every coding's ``multiple``.
+
+    All of them on a GPU, which takes longer to start an operation than to do it.
+    """
     if tensor.device.type != "cpu":
         return max(BLOCK, tensor.numel())
     return STRETCH if torch.get_num_threads() == 1 else STRETCH_OF_THREADS

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from ..layout import Bucket, Entry
 from ..members import Members
 from . import Pending, Terms
-from .torch_codec import CODINGS, Coded, Coding, in_stretches, stretch_of
+from .torch_codec import CODINGS, Coded, Coding, stretch_of
 from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
 
 
@@ -90,16 +91,14 @@ class _Change(_Whole):
 
         # One row for each rank's shard: what is sent, and what is received of changes and then of means.
         self._sent, self._changes, self._means = (rows(members.size) for _ in range(3))
+        self._stretches: _Stretches | None = None
+        self.is_finite = True
+        """Whether all the means that came were; every rank has received the same."""
 
     @property
     def change_bytes(self) -> int:
         """What this rank hands over when the change travels."""
         return self._sent.numel()
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all the means that came were; every rank has received the same."""
-        return all(self._coding.is_finite(coded) for row in self._means for coded in self._coded(row))
 
     @torch.no_grad()
     def send_change(self, tensors: Sequence[torch.Tensor] | None, scratch: torch.Tensor, contributors: int) -> None:
@@ -107,10 +106,7 @@ class _Change(_Whole):
         if tensors is None:
             self._sent.zero_()
         else:
-            now = scratch[: self.numbers.numel()]
-            now[self.bucket.elements :].zero_()
-            torch._foreach_copy_(views_of(self.bucket, now), pieces_of(self.bucket, tensors))
-            self._encode(now)
+            self._encode(tensors, scratch)
         self._exchange(self._changes, "changes")
         self._next = lambda: self._send_mean(contributors)
 
@@ -118,26 +114,28 @@ class _Change(_Whole):
         self.residual.zero_()
         self.shard_residual.zero_()
 
-    def _coded(self, row: torch.Tensor) -> list[Coded]:
-        return self._coding.stretches(row, stretch_of(self.shard_residual))
+    def _in_stretches(self) -> _Stretches:
+        length = stretch_of(self.numbers)
+        if self._stretches is None or self._stretches.length != length:
+            anchor, residual = (flat.view(self._members.size, -1) for flat in (self.numbers, self.residual))
+            self._stretches = _Stretches(
+                self._coding, length, self._sent, self._changes, self._means, anchor, residual, self.shard_residual
+            )
+        return self._stretches
 
-    def _shards(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._members.size, -1)
-
-    def _encode(self, now: torch.Tensor) -> None:
-        change = torch.empty_like(in_stretches(self.shard_residual)[0])
-        for row, *shards in zip(self._sent, *map(self._shards, (now, self.numbers, self.residual)), strict=True):
-            for coded, after, before, residual in zip(self._coded(row), *map(in_stretches, shards), strict=True):
-                torch.sub(after, before, out=change[: len(after)])
-                residual.add_(change[: len(after)])
-                self._coding.encode(residual, coded)
+    def _encode(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> None:
+        now = scratch[: self.numbers.numel()]
+        now[self.bucket.elements :].zero_()
+        torch._foreach_copy_(views_of(self.bucket, now), pieces_of(self.bucket, tensors))
+        stretches = self._in_stretches()
+        afters = (after for shard in now.view(self._members.size, -1) for after in shard.split(stretches.length))
+        for after, (coded, before, residual) in zip(afters, stretches.of_changes, strict=True):
+            residual.add_(after.sub_(before))
+            self._coding.encode(residual, coded)
 
     def _send_mean(self, contributors: int) -> None:
-        rows = zip(*map(self._coded, self._changes), strict=True)
-        total = torch.empty_like(in_stretches(self.shard_residual)[0])
-        means, residuals = self._coded(self._sent[0]), in_stretches(self.shard_residual)
-        for changes, coded, residual in zip(rows, means, residuals, strict=True):
-            total = total[: len(residual)].zero_()
+        for changes, coded, residual in self._in_stretches().of_mean:
+            total = torch.zeros_like(residual)
             for change in changes:
                 self._coding.add(change, total)
             residual.add_(total, alpha=1 / contributors)
@@ -155,9 +153,45 @@ class _Change(_Whole):
         self._handles = [self._hvd.mpi_ops._alltoall_async(self._sent, None, received, sizes, name, process_set)]
 
     def _move(self) -> None:
-        for row, shard in zip(self._means, self._shards(self.numbers), strict=True):
-            for coded, anchor in zip(self._coded(row), in_stretches(shard), strict=True):
-                self._coding.add(coded, anchor)
+        self.is_finite = True
+        for coded, anchor in self._in_stretches().of_means:
+            self._coding.add(coded, anchor)
+            self.is_finite = self.is_finite and self._coding.is_finite(coded)
+
+
+class _Stretches:
+    """What goes together in each step of a round, in views that are made once: that takes longer than some operations.
+
+    Args:
+        length: elements of a stretch.
+        sent, changes, means: one row of bytes for each rank, as in :class:`_Change`.
+        anchor, residual: one row of numbers for each rank's shard.
+        shard_residual: those of this rank's mean.
+    """
+
+    def __init__(
+        self,
+        coding: Coding,
+        length: int,
+        sent: torch.Tensor,
+        changes: torch.Tensor,
+        means: torch.Tensor,
+        anchor: torch.Tensor,
+        residual: torch.Tensor,
+        shard_residual: torch.Tensor,
+    ) -> None:
+        def coded(rows: torch.Tensor) -> list[list[Coded]]:
+            return [coding.stretches(row, length) for row in rows]
+
+        def split(shards: torch.Tensor) -> list[torch.Tensor]:
+            return [stretch for shard in shards for stretch in shard.split(length)]
+
+        to_send, anchors = coded(sent), split(anchor)
+        self.length = length
+        self.of_changes = list(zip(chain(*to_send), anchors, split(residual), strict=True))
+        by_rank = zip(*coded(changes), strict=True)
+        self.of_mean = list(zip(by_rank, to_send[0], shard_residual.split(length), strict=True))
+        self.of_means = list(zip(chain(*coded(means)), anchors, strict=True))
 
 
 class WireReduction(Polled):
