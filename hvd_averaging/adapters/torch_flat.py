@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..layout import Bucket, fingerprint
 from ..members import Members
 from . import Pending, Terms
-from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
+from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of, write_means
 
 _owners = WeakIdKeyDictionary()  # parameter to the tensor of all its neighbours
 
@@ -119,8 +119,7 @@ class FlatReduction(Polled):
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
         for number, (bucket, flat, packed) in enumerate(zip(self._buckets, self._sums, self._packed, strict=True)):
             if packed:
-                for piece, view in zip(pieces_of(bucket, tensors), self._views(number, flat), strict=True):
-                    torch.div(view, contributors, out=piece)
+                write_means([flat], self._views(number, flat), pieces_of(bucket, tensors), contributors)
             else:
                 flat.div_(contributors)
         self._sums = []

@@ -15,7 +15,7 @@ import torch
 from ..layout import Bucket
 from ..members import Members
 from . import Pending, Terms
-from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of
+from .torch_reduction import WIRE, HeaderSum, Polled, device_of, pieces_of, views_of, write_means
 
 BUFFERS = 2
 BUCKET_BYTES = 32 * 2**20
@@ -34,9 +34,10 @@ class PipelinedReduction(Polled):
     ) -> None:
         self._hvd, self._buckets, self._name, self._members = hvd, buckets, name, members
         self._header = HeaderSum(hvd, f"{name}.header", members)
-        self._buffers = _Buffers(buckets, tensors)
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._under_way: deque[tuple[int, torch.Tensor, int]] = deque()
+        self._flat = _in_turns(buckets, tensors)
+        self._views = [views_of(bucket, flat) for bucket, flat in zip(buckets, self._flat, strict=True)]
+        self._pieces: list[list[torch.Tensor]] = []
+        self._under_way: deque[tuple[int, int]] = deque()
 
     @property
     def bytes(self) -> int:
@@ -47,7 +48,8 @@ class PipelinedReduction(Polled):
 
     @torch.no_grad()
     def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
-        self._tensors, self._terms = tensors, terms
+        self._terms = terms
+        self._pieces = [pieces_of(bucket, tensors) for bucket in self._buckets]
         self._waiting: Iterator[int] = iter(range(len(self._buckets)))
         for _ in range(BUFFERS):
             self._send_next()
@@ -55,12 +57,10 @@ class PipelinedReduction(Polled):
 
     @torch.no_grad()
     def done(self) -> bool:
-        while self._under_way and self._hvd.poll(self._under_way[0][2]):
-            number, flat, handle = self._under_way.popleft()
+        while self._under_way and self._hvd.poll(self._under_way[0][1]):
+            number, handle = self._under_way.popleft()
             self._hvd.synchronize(handle)
-            bucket = self._buckets[number]
-            for piece, view in zip(pieces_of(bucket, self._tensors), views_of(bucket, flat), strict=True):
-                torch.div(view, self._terms.contributors, out=piece)
+            write_means([self._flat[number]], self._views[number], self._pieces[number], self._terms.contributors)
             self._send_next()
         return not self._under_way
 
@@ -68,7 +68,7 @@ class PipelinedReduction(Polled):
         return ()
 
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        self._tensors = ()  # all is written; keeps no parameter alive
+        self._pieces = []  # all is written; keeps no parameter alive
 
     def abandon(self) -> None:
         """Nothing can be done: some means are written, as the error says."""
@@ -78,35 +78,27 @@ class PipelinedReduction(Polled):
         number = next(self._waiting, None)
         if number is None:
             return
-        bucket = self._buckets[number]
-        flat = self._buffers.take(number)
+        flat = self._flat[number]
         if not self._terms.contributes:
             flat.zero_()
-        elif bucket.pieces:
-            torch._foreach_copy_(views_of(bucket, flat), pieces_of(bucket, self._tensors))
+        elif self._views[number]:
+            torch._foreach_copy_(self._views[number], self._pieces[number])
         handle = self._hvd.grouped_allreduce_async_(
             [flat],
             name=f"{self._name}.{number + 1}of{len(self._buckets)}",
             op=self._hvd.Sum,
             process_set=self._members.process_set,
         )
-        self._under_way.append((number, flat, handle))
+        self._under_way.append((number, handle))
 
 
-class _Buffers:
-    """Memory for buckets, which take turns: for each dtype and device, what the largest two in a row need."""
-
-    def __init__(self, buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor]) -> None:
-        self._buckets = buckets
-        self._kinds = [(WIRE[bucket.dtype], device_of(bucket, tensors)) for bucket in buckets]
-        largest: dict[Any, int] = {}
-        for number, (bucket, kind) in enumerate(zip(buckets, self._kinds, strict=True)):
-            turn = (kind, number % BUFFERS)
-            largest[turn] = max(largest.get(turn, 0), bucket.elements)
-        self._flat = {
-            (kind, turn): torch.empty(length, dtype=kind[0], device=kind[1]) for (kind, turn), length in largest.items()
-        }
-
-    def take(self, number: int) -> torch.Tensor:
-        """The buffer of a bucket, which the bucket before the last one has left."""
-        return self._flat[self._kinds[number], number % BUFFERS][: self._buckets[number].elements]
+def _in_turns(buckets: Sequence[Bucket], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for each bucket, which the one before the last has left: for each dtype and device, that of two."""
+    turns = [
+        (WIRE[bucket.dtype], device_of(bucket, tensors), number % BUFFERS) for number, bucket in enumerate(buckets)
+    ]
+    largest: dict[tuple[torch.dtype, torch.device, int], int] = {}
+    for bucket, turn in zip(buckets, turns, strict=True):
+        largest[turn] = max(largest.get(turn, 0), bucket.elements)
+    flat = {turn: torch.empty(length, dtype=turn[0], device=turn[1]) for turn, length in largest.items()}
+    return [flat[turn][: bucket.elements] for bucket, turn in zip(buckets, turns, strict=True)]

@@ -20,6 +20,7 @@ from . import Pending, Terms
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds; Horovod itself looks once per cycle, of 1 ms by default
 _LONGEST_FIRST_PAUSE = 0.05  # seconds; more would gain little, and cost much after rounds that a slow rank held up
+_SMALL = 4096  # elements: to divide a tensor by itself takes longer than to divide so many more in one go
 WIRE = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -126,10 +127,7 @@ class TorchReduction(Polled):
 
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor], contributors: int) -> None:
-        # Dividing on the way back costs no pass over memory, unlike Horovod's Average, and divides by the ranks that
-        # took part, not by the size of the process set.
-        for piece, view in zip(self._pieces(tensors), self._views, strict=True):
-            torch.div(view, contributors, out=piece)
+        write_means(self._flat, self._views, self._pieces(tensors), contributors)
 
     @property
     def bytes(self) -> int:
@@ -143,6 +141,19 @@ class TorchReduction(Polled):
 
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [piece for bucket in self._buckets for piece in pieces_of(bucket, tensors)]
+
+
+def write_means(
+    sums: Sequence[torch.Tensor], views: list[torch.Tensor], pieces: list[torch.Tensor], contributors: int
+) -> None:
+    """Divide ``sums``, whose ``views`` belong into ``pieces``, by the ranks that took part, and put the means there."""
+    if sum(flat.numel() for flat in sums) < _SMALL * len(views):
+        for flat in sums:
+            flat.div_(contributors)
+        torch._foreach_copy_(pieces, views)
+    else:  # on the way back it costs no pass over memory, unlike Horovod's Average
+        for piece, view in zip(pieces, views, strict=True):
+            torch.div(view, contributors, out=piece)
 
 
 def device_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.device:
