@@ -2,6 +2,7 @@
 
     horovodrun -np 2 --mpi python benchmarks/overlap.py
     horovodrun -np 2 --mpi python benchmarks/overlap.py --compute
+    sudo .venv/bin/python benchmarks/two_hosts.py --link 1gbit benchmarks/overlap.py --step-ms 1200
 
 Every step sleeps, which leaves a core to each rank's communication, or with ``--compute`` multiplies matrices for about
 as long. What a round costs the training loop is the time of a period beyond that of as many steps without averaging.
@@ -70,6 +71,8 @@ def measure(step: Step, periods: int) -> dict[str, list[float]]:
                 averager.average_parameters(parameters[name])
             if period >= 0:  # the first one makes the buffers
                 seconds[name].append(time.perf_counter() - started)
+    for averager in compared.values():
+        averager.flush()  # or the last round of a rank would begin when the other one has ended
     return seconds
 
 

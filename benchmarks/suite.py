@@ -5,6 +5,7 @@ are reached. ``scripts/bench`` runs this.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -33,7 +34,8 @@ PARTS = {
     "wire": "a round over a limited link, with every wire (needs root)",
     "training": "samples per second and time to an accuracy over a limited link (needs root)",
 }
-SIZES = [f"{tensors}x{megabytes}MB" for megabytes in (1, 10, 100) for tensors in (10, 300, 2000)]
+SIZES = [[f"{tensors}x{megabytes}MB" for tensors in (10, 300, 2000)] for megabytes in (1, 10, 100)]
+TOGETHER = "ours", "hvd", "MPI", "PeriodicModelAverager", "one tensor"  # not each by itself: four ranks take minutes
 LARGE = "packed", "flat", "grouped", "PeriodicModelAverager", "MPI"  # of which 16 GB of memory hold two ranks
 LINKS = {"10gbit": 10, "1gbit": 10, "100mbit": 3}  # and how often a round is repeated
 
@@ -83,8 +85,9 @@ def rounds(np: int, quick: bool) -> Iterator[Measurement]:
             large = ("--repeats", "10", "--shapes", "gpt2_small", "--only", *LARGE)
             yield Measurement("rounds", ROUND, large, limit_s, np, backend)
     if not quick:
-        for backend in ("mpi", "gloo"):
-            yield Measurement("rounds", ROUND, ("--repeats", "5", "--shapes", *SIZES), 3600, np, backend)
+        few = ("--repeats", "5") if np == 2 else ("--repeats", "3", "--only", *TOGETHER)
+        for backend, sizes in itertools.product(("mpi", "gloo"), SIZES):
+            yield Measurement("rounds", ROUND, (*few, "--shapes", *sizes), 1800, np, backend)
 
 
 def run(measurement: Measurement, hosts: TwoHosts | None) -> tuple[Launched, list[Result]]:
