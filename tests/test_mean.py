@@ -9,6 +9,8 @@ import torch
 
 from hvd_averaging import PeriodicModelAverager, average_parameters
 
+SMALL_AND_LARGE = 1000, 10_000  # elements of a tensor: large ones are divided each by itself
+
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("position", [0, 1])
@@ -29,8 +31,9 @@ def test_fp16_does_not_overflow(rank):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_means_are_those_of_numpy_rounded_once(rank, size, dtype):
-    everyone = torch.randn(size, 1000, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+@pytest.mark.parametrize("count", SMALL_AND_LARGE)
+def test_means_are_those_of_numpy_rounded_once(rank, size, dtype, count):
+    everyone = torch.randn(size, count, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
     expected = reference.average(everyone.double().numpy())[rank]
     tensor = everyone[rank].clone()
     average_parameters([tensor])
@@ -43,12 +46,13 @@ def test_means_are_those_of_numpy_rounded_once(rank, size, dtype):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_is_averaged_as_pairs_of_reals(rank, size, dtype):
-    tensor = torch.full((2, 3), complex(rank, -2 * rank), dtype=dtype)
+@pytest.mark.parametrize("count", SMALL_AND_LARGE)
+def test_complex_is_averaged_as_pairs_of_reals(rank, size, dtype, count):
+    tensor = torch.full((2, count), complex(rank, -2 * rank), dtype=dtype)
     average_parameters([torch.ones(2), tensor])
     assert tensor.dtype == dtype
     mean = (size - 1) / 2
-    torch.testing.assert_close(tensor, torch.full((2, 3), complex(mean, -2 * mean), dtype=dtype))
+    torch.testing.assert_close(tensor, torch.full((2, count), complex(mean, -2 * mean), dtype=dtype))
 
 
 @pytest.mark.ranks(2, 4)
@@ -109,6 +113,18 @@ def test_logical_elements_are_averaged_whatever_the_strides(rank, first, second,
         if base is not None and base.shape[:2] == (4, 6):
             assert (base[1::2] == -1).all(), "neighbours of the slice"
             assert (base[:, ::2] == -1).all(), "neighbours of the slice"
+
+
+@pytest.mark.ranks(2)
+def test_large_tensors_of_other_strides(rank):
+    large = [torch.zeros(100, 90).t(), torch.zeros(8, 8, 16, 16).contiguous(memory_format=torch.channels_last)]
+    large += [torch.zeros(300, 200)[::2, 1::2]]
+    everyone = [torch.randn(2, *tensor.shape, generator=torch.Generator().manual_seed(3)) for tensor in large]
+    for tensor, values in zip(large, everyone, strict=True):
+        tensor.copy_(values[rank])
+    average_parameters(large)
+    for tensor, values in zip(large, everyone, strict=True):
+        torch.testing.assert_close(tensor, values.mean(dim=0))
 
 
 @pytest.mark.ranks(2)
