@@ -17,7 +17,7 @@ SCRIPT = Path(parity_training.__file__)
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_match_upstream_step_by_step(horovodrun, tmp_path, size):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
     subprocess.run([*torchrun, SCRIPT, "upstream", tmp_path], check=True, timeout=120, env=environment)
     done = horovodrun(size, SCRIPT, args=["ours", str(tmp_path)])
     assert done.returncode == 0, done.output
