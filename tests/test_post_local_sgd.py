@@ -575,3 +575,21 @@ def test_a_rank_without_any_gradient_brings_the_state_of_a_fresh_optimizer(rank)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     assert len(states) == 12 and check_replicas(states) and check_replicas(model)
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("make", [functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
+def test_the_state_of_a_parameter_without_dimensions_is_averaged_like_any(rank, make):
+    scalar, vector = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.tensor([1.0]))
+    inner = make([scalar, vector], lr=0.1)
+    optimizer = local(inner, period=2, warmup_steps=1, optimizer_state="average")
+    for _ in range(1 + rank):  # so that the ranks count differently
+        optimizer.zero_grad()
+        scalar.grad, vector.grad = torch.tensor(4.0 * rank - 1), torch.tensor([4.0 * rank - 1])
+        inner.step()
+    optimizer.step()
+    optimizer.step()
+    assert torch.equal(scalar.detach(), vector.detach()[0])
+    assert check_replicas([value for state in inner.state.values() for value in state.values()])
+    for key, value in inner.state[scalar].items():
+        assert float(value) == float(inner.state[vector][key]), key

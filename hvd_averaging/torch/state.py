@@ -26,7 +26,9 @@ def companions(optimizer: torch.optim.Optimizer) -> list[Companion]:
         companion
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(p for p in group["params"] if p.requires_grad)
-        for companion in _of_parameter(f"state of group{number}.{position}", optimizer.state.get(parameter, {}))
+        for companion in _of_parameter(
+            f"state of group{number}.{position}", optimizer.state.get(parameter, {}), scalar=parameter.ndim == 0
+        )
     ]
 
 
@@ -73,10 +75,12 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     return firsts
 
 
-def _of_parameter(name: str, state: dict[str, Any]) -> Iterator[Companion]:
+def _of_parameter(name: str, state: dict[str, Any], scalar: bool) -> Iterator[Companion]:
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield Companion(f"{name}: {key}", value, Rule.MAXIMUM if value.ndim == 0 else Rule.MEAN)
+            # The moments of a parameter without dimensions have none either: only the usual name tells a step count.
+            counts = value.ndim == 0 and (not scalar or key == "step")
+            yield Companion(f"{name}: {key}", value, Rule.MAXIMUM if counts else Rule.MEAN)
         elif isinstance(value, (list, tuple, dict)):
             raise ValueError(
                 f'optimizer_state="average" cannot serve an optimizer whose {key!r} is a {type(value).__name__}: use '
