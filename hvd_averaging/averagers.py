@@ -241,6 +241,10 @@ class ModelAverager(ABC):
         """
         return None
 
+    def _settle(self, params: object) -> None:
+        """Finish what is under way, before a round outside the schedule."""
+        self.flush()
+
     @outside_autograph
     def average_now(self, params: object) -> Round | None:
         """Average now, whatever the schedule says, and count nothing; on every rank at the same step.
@@ -256,8 +260,10 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
-        self.flush()
-        done = self._average_unscheduled(self._recognise(params))
+        params = self._recognise(params)
+        params = list(params) if isinstance(params, Iterator) else params
+        self._settle(params)
+        done = self._average_unscheduled(params)
         self._last_round = self.step - 1
         return done
 
@@ -284,9 +290,9 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
-        self.flush()
         params = self._recognise(params)
         params = list(params) if isinstance(params, Iterator) else params
+        self._settle(params)
         with restoring(params, self._buffers):
             self._average_unscheduled(params)
             yield

@@ -100,8 +100,9 @@ class DelayedRounds(Rounds):
         started = time.perf_counter()
         it = self._under_way
         agreed, tally = self._wait()
-        tensors = it.tensors if params is None else collect(params).tensors
-        if params is not None and not _alike(tensors, it.tensors):
+        now = None if params is None else collect(params)
+        tensors = it.tensors if now is None else now.tensors
+        if now is not None and not _alike(now, it.claim.layout, it.tensors):
             raise AveragingError(
                 f"{it.channel.where}: the parameters are not those that this round began with. Call averager.flush() "
                 "on every rank before you change them."
@@ -153,10 +154,14 @@ def _restored(collected: Collected, snapshot: Mapping[str, Any]) -> list[Any]:
     return copies
 
 
-def _alike(tensors: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(tensors) == len(others) and all(
-        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(tensors, others, strict=True)
-    )
+def _alike(now: Collected, layout: Layout, tensors: Sequence[Any]) -> bool:
+    """Whether these are the parameters that a round began with, or, by their names, those that have replaced them."""
+    pairs = list(zip(now.layout.entries, layout.entries, strict=False))
+    if len(now.tensors) != len(tensors) or any((one.shape, one.dtype) != (two.shape, two.dtype) for one, two in pairs):
+        return False
+    # A number is not the name of a parameter, but its place in a list that may hold others now.
+    named = all(one.name == two.name and not one.name.isdigit() for one, two in pairs)
+    return named or all(one is two for one, two in zip(now.tensors, tensors, strict=True))
 
 
 class Fragments:
@@ -192,10 +197,20 @@ class Fragments:
 
     def flush(self) -> Round | None:
         """Finish all that is under way; returns what the last of these rounds did."""
+        if self._interrupted:
+            raise AveragingError(
+                "A round was under way when the checkpoint was saved, and begins again once the parameters are known: "
+                "call averager.average_now(params) or averager.average_parameters(params) on every rank first."
+            )
         done = None
         for _, rounds in sorted(self._under_way(), key=lambda item: item[1].started_at):
             done = rounds.finish()
         return done
+
+    def settle(self, params: object, settings: str) -> None:
+        """Finish all that is under way, or was when the state that was loaded was saved."""
+        self._begin_again(params, settings)
+        self.flush()
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, so that another process can begin it again."""

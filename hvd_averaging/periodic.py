@@ -125,6 +125,10 @@ class PeriodicModelAverager(ModelAverager):
     def flush(self) -> Round | None:
         return None if self._parts is None else self._parts.flush()
 
+    def _settle(self, params: object) -> None:
+        if self._parts is not None:
+            self._parts.settle(params, self.describe())
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold to resume: the step, and if rounds are delayed, copies of what is under way.
 

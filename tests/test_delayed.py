@@ -139,6 +139,38 @@ def test_a_training_resumed_in_mid_flight_equals_an_unbroken_one(rank, size, sav
 
 
 @on_gloo(2)
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_round_of_a_checkpoint_ends_before_one_outside_the_schedule(rank, fragments):
+    def resumed():
+        weights, averager = parameters(rank, 2), PeriodicModelAverager(6, delay=4, fragments=fragments)
+        averager.load_state_dict(saved)
+        return weights, averager
+
+    averager = PeriodicModelAverager(6, delay=4, fragments=fragments)
+    averager.average_parameters(parameters(rank, 2))
+    saved = copy.deepcopy(averager.state_dict())
+    averager.flush()
+    mean = start(2).mean(axis=0)
+    weights, averager = resumed()
+    averager.average_now(iter(weights))
+    assert (values(weights) == mean).all()
+    for _ in range(4):
+        averager.average_parameters(weights)
+    averager.flush()
+    assert (values(weights) == mean).all()
+    weights, averager = resumed()
+    with averager.averaged(weights):
+        assert (values(weights) == mean).all()
+    changed = slice(0, 6 // fragments)  # by the round of the checkpoint: the first part
+    assert (values(weights)[changed] == mean[changed]).all()
+    _, averager = resumed()
+    with pytest.raises(AveragingError, match="begins again once the parameters are known"):
+        averager.flush()
+    with pytest.raises(AveragingError, match="average_now"), averager:
+        pass
+
+
+@on_gloo(2)
 def test_loading_gives_up_what_was_under_way(rank):
     weights = [torch.full((2,), float(rank))]
     averager = PeriodicModelAverager(4, delay=2)
@@ -163,6 +195,43 @@ def test_ranks_with_other_delays_or_parameters_are_named(rank):
     with pytest.raises(AveragingError, match="flush"):
         averager.average_parameters([*weights, torch.zeros(1)])
     assert (weights[0] == rank).all()
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("form", ["model", "named", "list"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_change_never_goes_to_other_parameters_of_the_shape(rank, form, fragments):
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
+
+    def trainable():
+        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return {"model": model, "named": chosen, "list": [p for _, p in chosen]}[form]
+
+    with torch.no_grad():
+        for layer, value in zip(model, (rank, rank, 7.0), strict=True):
+            layer.weight.fill_(value)
+    model[2].weight.requires_grad_(False)
+    averager = PeriodicModelAverager(4, delay=3, fragments=fragments)
+    for _ in range(3):
+        averager.average_parameters(trainable())
+    before = [layer.weight.detach().clone() for layer in model[1:]]
+    model[1].weight.requires_grad_(False), model[2].weight.requires_grad_(True)
+    with pytest.raises(AveragingError, match="not those that this round began with"):
+        for _ in range(3):
+            averager.average_parameters(trainable())
+    assert all(torch.equal(layer.weight, was) for layer, was in zip(model[1:], before, strict=True))
+
+
+@on_gloo(2)
+def test_parameters_replaced_under_their_names_get_the_change(rank):
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    averager = PeriodicModelAverager(4, delay=1)
+    averager.average_parameters(model)
+    model.weight = torch.nn.Parameter(model.weight.detach() + 1)
+    averager.average_parameters(model)
+    assert (model.weight == 1.5).all()
 
 
 @on_gloo(2)
