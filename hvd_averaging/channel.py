@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .adapters import Adapter, Pending
-from .errors import AveragingTimeoutError, CollectiveError, collective_error, list_of_ranks
+from .errors import AveragingError, AveragingTimeoutError, CollectiveError, collective_error, list_of_ranks
 from .members import Members
 
 Begun = TypeVar("Begun")
@@ -63,12 +63,20 @@ class Channel:
         """Begin collectives that are waited for later.
 
         Raises:
+            AveragingError: another averager of the name is at it, with parameters that look the same.
             CollectiveError: Horovod gave up on it.
         """
         from horovod.common.exceptions import HorovodInternalError
 
         try:
             return begin()
+        except ValueError as error:
+            if "same name" not in str(error):
+                raise
+            raise AveragingError(
+                f"{self.where}: a round of another averager of this name, over parameters that look the same, is under "
+                'way. Give each averager a name of its own, name="critic 1" for example.'
+            ) from error
         except HorovodInternalError as error:
             raise self._failed(error) from error
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import horovod.torch as hvd
 import pytest
 import torch
 
-from hvd_averaging import PeriodicModelAverager, StepMismatchError, average_together, process_sets
+from hvd_averaging import AveragingError, PeriodicModelAverager, StepMismatchError, average_together, process_sets
 from hvd_averaging.channel import Channel
 from hvd_averaging.torch import flatten_parameters
 
@@ -93,3 +94,21 @@ def test_a_fault_before_the_round_does_so_too(rank):
         average_together((other, ["nothing to average"]), (one, [weights]))
     assert (weights == 0.5).all() and (one.step, other.step) == (1, 0)
     assert average_together() == []
+
+
+@on_gloo(2)
+def test_averagers_of_one_name_say_so_where_they_are_in_each_others_way(rank):
+    weights = [weights_of(rank), weights_of(rank)]
+    one, other = PeriodicModelAverager(2, delay=1), PeriodicModelAverager(2, delay=1)
+    for averager, weight in ((one, weights[0]), (other, weights[1])):
+        for _ in range(2):
+            averager.average_parameters([weight])
+    for turn in range(2):
+        hvd.barrier()  # so that the round of rank 0 is under way, as rank 1 is not there yet
+        if rank == turn:
+            one.average_parameters(weights[:1])
+        if rank == 0 and turn == 0:
+            with pytest.raises(AveragingError, match="Give each averager a name of its own"):
+                other.average_parameters(weights[1:])
+    one.flush()
+    assert (one.step, other.step) == (3, 2) and all((weight == 0.5).all() for weight in weights)
