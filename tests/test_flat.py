@@ -168,6 +168,27 @@ def test_parameters_that_were_moved_are_packed_again(rank, who, move):
 
 
 @on_gloo(2)
+@pytest.mark.parametrize("who", [{1}, {0, 1}])
+@pytest.mark.parametrize("replaced", [["weight"], ["bias"], ["weight", "bias"]])
+def test_other_parameters_on_the_same_memory(rank, who, replaced):
+    model = torch.nn.Linear(3, 2)
+    flatten_parameters(model)
+    averager = PeriodicModelAverager(period=1, timeout=20)
+    averager.average_parameters(model)
+    if rank in who:
+        for name in replaced:
+            setattr(model, name, torch.nn.Parameter(getattr(model, name).data))
+    for step in range(2):
+        with torch.no_grad():
+            model.weight.fill_(rank + step), model.bias.fill_(2.0 * rank)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "PeriodicModelAverager: the parameters no longer lie")
+            averager.average_parameters(model)
+        assert (model.weight == 0.5 + step).all() and (model.bias == 1.0).all()
+    assert is_flat(averager) == (len(replaced) == 1)
+
+
+@on_gloo(2)
 def test_a_copy_and_another_dtype_are_packed(rank):
     model = Net(rank)
     flatten_parameters(model)
@@ -320,8 +341,28 @@ def test_a_short_default_dtype_does_not_shorten_the_header(rank):
 def test_parameters_that_share_memory_without_being_one_are_refused():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = torch.nn.Parameter(model[0].weight.data)
-    with pytest.raises(ValueError, match="'1.weight' shares memory"):
+    with pytest.raises(ValueError, match="'1.weight' shares memory with '0.weight'"):
         flatten_parameters(model)
+    with pytest.raises(ValueError, match="'group0.2' shares memory with 'group0.0'"):
+        flatten_parameters(torch.optim.SGD(model.parameters()))
     model[1].weight = model[0].weight
     flatten_parameters(model)
     assert model[1].weight is model[0].weight
+
+
+def test_memory_that_is_shared_in_part_is_refused():
+    model = torch.nn.Linear(3, 3)
+    model.last = torch.nn.Parameter(model.weight.data[2:])
+    with pytest.raises(ValueError, match="'last' shares memory with 'weight'"):
+        flatten_parameters(model)
+    del model.last
+    model.register_buffer("first", model.weight.data[0])
+    with pytest.raises(ValueError, match="shares memory"):
+        flatten_parameters(model)
+    del model.first
+    columns = torch.zeros(4, 4)
+    model.left, model.right = (torch.nn.Parameter(half) for half in columns.split(2, dim=1))
+    model.register_buffer("one", torch.zeros(6)), model.register_buffer("same", model.one[:3])
+    with pytest.warns(UserWarning, match="gaps in its memory"):
+        flatten_parameters(model)  # what is moved shares nothing
+    assert model.left.data_ptr() == columns.data_ptr() and model.same.data_ptr() == model.one.data_ptr()

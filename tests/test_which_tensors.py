@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,3 +217,27 @@ def test_averagers_that_are_set_up_differently_are_an_error(rank):
 def test_one_error_class_catches_them_all(rank):
     with pytest.raises(AveragingError):
         average_parameters([torch.ones(2 + rank)])
+
+
+@pytest.mark.ranks(2, backends=("gloo",))
+def test_a_tensor_of_numpy_without_elements(rank):
+    weights = [torch.nn.Parameter(torch.from_numpy(np.zeros((0, 4), "f"))), parameter(float(rank))]
+    average_parameters(weights)
+    assert (weights[1] == 0.5).all()
+
+
+@pytest.mark.ranks(2, backends=("gloo",))
+@pytest.mark.parametrize("who", [{1}, {0, 1}])
+def test_a_column_that_becomes_a_row_is_another_shape(rank, who):
+    weights = [parameter(float(rank), (6, 1))]
+    averager = PeriodicModelAverager(period=1, timeout=20)
+    averager.average_parameters(weights)
+    if rank in who:
+        weights[0].data = weights[0].data.t()
+    if who == {0, 1}:
+        weights[0].data.fill_(rank)
+        averager.average_parameters(weights)
+        assert (weights[0] == 0.5).all() and weights[0].shape == (1, 6)
+    else:
+        with pytest.raises(LayoutMismatchError, match="shape"):
+            averager.average_parameters(weights)

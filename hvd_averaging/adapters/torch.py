@@ -27,12 +27,13 @@ from .torch_wire import WireReduction
 
 _SEEN: Sequence[Callable[[torch.Tensor], object]] = (
     torch.Tensor.data_ptr,
-    torch.Tensor.stride,
-    torch.Tensor.numel,
+    operator.attrgetter("shape"),
+    torch.Tensor.is_contiguous,
     operator.attrgetter("dtype"),
     operator.attrgetter("requires_grad"),
     type,
 )
+_CONTIGUOUS = _SEEN.index(torch.Tensor.is_contiguous)
 
 
 class TorchAdapter:
@@ -93,7 +94,8 @@ class TorchAdapter:
             raise ValueError(f"{name!r} was made in torch.inference_mode() and cannot be updated: use a clone() of it.")
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{name!r} is a lazy conjugate or negative: pass tensor.resolve_conj().resolve_neg().")
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        repeats = (stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        if tensor.numel() and any(repeats):
             raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: pass tensor.contiguous().")
 
     def identity(self, name: str, tensor: torch.Tensor) -> Hashable:
@@ -105,8 +107,10 @@ class TorchAdapter:
     def glance(self, things: Sequence[object]) -> list[Any] | None:
         tensors = cast(Sequence[torch.Tensor], things)
         try:
-            # A shape cannot change while the strides and the number of elements stay.
-            return [list(map(seen, tensors)) for seen in _SEEN]
+            seen = [list(map(look, tensors)) for look in _SEEN]
+            if not all(seen[_CONTIGUOUS]):  # of the others the strides are known
+                seen.append(list(map(torch.Tensor.stride, tensors)))
+            return [*seen, list(map(torch_flat.is_owned, tensors[:1]))]
         except (AttributeError, RuntimeError, TypeError, ValueError):  # nothing for us, or a closer look says why
             return None
 

@@ -44,7 +44,7 @@ def flat_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor | N
     """The one tensor that just the pieces of ``bucket`` make up, in order; ``None`` if there is none."""
     if not bucket.pieces or any(piece.index for piece in bucket.pieces):
         return None
-    flat: torch.Tensor | None = _owners.get(tensors[bucket.pieces[0].entry])
+    flat = _owner(bucket, tensors)
     if flat is None or flat.dtype != WIRE[bucket.dtype] or flat.numel() != bucket.elements:
         return None
     start, itemsize = flat.data_ptr(), flat.element_size()
@@ -54,6 +54,17 @@ def flat_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor | N
         if not in_place or tensor.dtype != flat.dtype or tensor.device != flat.device or not is_dense(tensor):
             return None
     return flat
+
+
+def is_owned(thing: object) -> bool:
+    """Whether ``thing`` is a parameter that was moved into the memory of all."""
+    return thing in _owners
+
+
+def _owner(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What :func:`own` was told. Some of the parameters may have been replaced by others on the same memory since."""
+    owners = (_owners.get(tensors[piece.entry]) for piece in bucket.pieces)
+    return next((flat for flat in owners if flat is not None), None)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -104,8 +115,8 @@ class FlatReduction(Polled):
     def rest(self, tensors: Sequence[torch.Tensor], terms: Terms) -> Pending:
         self._sums, self._packed = [], []
         for number, bucket in enumerate(self._buckets):
-            # That it still is one was seen when the layout was compared.
-            flat = _owners[tensors[bucket.pieces[0].entry]] if self._in_place[number] and terms.contributes else None
+            # That they still lie there was seen when the layout was compared.
+            flat = _owner(bucket, tensors) if self._in_place[number] and terms.contributes else None
             self._packed.append(flat is None)
             self._sums.append(self._pack(number, tensors if terms.contributes else None) if flat is None else flat)
         count = len(self._sums)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -33,8 +33,8 @@ def flatten_parameters(
         gradients. It shares their memory, but autograd does not know: do not change it during backward.
 
     Raises:
-        TypeError, ValueError: as :meth:`hvd_averaging.ModelAverager.average_parameters`; or two parameters of a model
-            share memory without being the same object, which moving would end.
+        TypeError, ValueError: as :meth:`hvd_averaging.ModelAverager.average_parameters`; or two parameters, or a
+            parameter and a buffer of the model, share memory without being the same object, which moving would end.
 
     Example::
 
@@ -45,8 +45,12 @@ def flatten_parameters(
         >>> bool((flat[:6].view(2, 3) == model.weight).all())
         True
     """
-    parameters: Sequence[torch.Tensor] = collect(model).tensors
-    _refuse_aliases(model, parameters)
+    collected = collect(model, apart=True)
+    parameters: Sequence[torch.Tensor] = collected.tensors
+    named = dict(zip((entry.name for entry in collected.layout.entries), parameters, strict=True))
+    if isinstance(model, torch.nn.Module):
+        named |= {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    _refuse_sharing(named, parameters)
     flats = []
     for group in _groups(parameters):
         flat = _flatten(group)
@@ -55,14 +59,26 @@ def flatten_parameters(
     return flats
 
 
-def _refuse_aliases(model: object, parameters: Sequence[torch.Tensor]) -> None:
-    known = {parameter.data_ptr(): parameter for parameter in parameters if parameter.numel()}
-    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        if known.get(parameter.data_ptr(), parameter) is not parameter:
+def _refuse_sharing(named: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    """See that no memory of the ``parameters`` that will be moved is that of another tensor, too."""
+    moved = {id(parameter) for parameter in parameters if is_dense(parameter)}
+    dense = {name: tensor for name, tensor in named.items() if tensor.layout is torch.strided and tensor.numel()}
+    spans = sorted((*_span(tensor), id(tensor) in moved, name) for name, tensor in dense.items())
+    furthest = {False: (-1, ""), True: (-1, "")}  # where what was seen ends, by whether it will be moved
+    for start, stop, moves, name in spans:
+        end, other = max(furthest.values()) if moves else furthest[True]
+        if start < end:
             raise ValueError(
-                f"{name!r} shares memory with another parameter, but is not the same one: tie them by using one "
+                f"{name!r} shares memory with {other!r}, but is not the same parameter: tie them by using one "
                 "parameter in both places, b.weight = a.weight."
             )
+        furthest[moves] = max(furthest[moves], (stop, name))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which the elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
