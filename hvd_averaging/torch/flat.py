@@ -18,11 +18,12 @@ def flatten_parameters(
 
     Every parameter stays the same object with the same values, strides, sharing, hooks and optimizer state, but becomes
     a view. A round then sums float32 and float64 parameters where they lie, without packing or memory of its own; other
-    dtypes are still packed, since they are summed in float32. What is later moved, converted or replaced (``.to()``,
-    ``.half()``, ``load_state_dict(assign=True)``, a copy) is packed again, with one warning.
+    dtypes are still packed, since they are summed in float32, and so are float32 parameters beside them. What is later
+    moved, converted or replaced (``.to()``, ``.half()``, ``load_state_dict(assign=True)``, a copy) is packed again, with
+    one warning.
 
     A sum that fails on the way (another rank has died) has then overwritten the parameters, and the error says so;
-    packed rounds leave them as they were. Ranks that differ in step or layout find out before.
+    packed in one bucket, they would be as they were. Ranks that differ in step or layout find out before.
 
     Args:
         model: a model, an optimizer, or parameters; in the order in which they will be averaged.
@@ -62,8 +63,11 @@ def flatten_parameters(
 def _refuse_sharing(named: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
     """See that no memory of the ``parameters`` that will be moved is that of another tensor, too."""
     moved = {id(parameter) for parameter in parameters if is_dense(parameter)}
-    dense = {name: tensor for name, tensor in named.items() if tensor.layout is torch.strided and tensor.numel()}
-    spans = sorted((*_span(tensor), id(tensor) in moved, name) for name, tensor in dense.items())
+    spans = sorted(
+        (*_span(tensor), id(tensor) in moved, name)
+        for name, tensor in named.items()
+        if tensor.layout is torch.strided and tensor.numel()
+    )
     furthest = {False: (-1, ""), True: (-1, "")}  # where what was seen ends, by whether it will be moved
     for start, stop, moves, name in spans:
         end, other = max(furthest.values()) if moves else furthest[True]
