@@ -19,8 +19,8 @@ def flatten_parameters(
     Every parameter stays the same object with the same values, strides, sharing, hooks and optimizer state, but becomes
     a view. A round then sums float32 and float64 parameters where they lie, without packing or memory of its own; other
     dtypes are still packed, since they are summed in float32, and so are float32 parameters beside them. What is later
-    moved, converted or replaced (``.to()``, ``.half()``, ``load_state_dict(assign=True)``, a copy) is packed again, with
-    one warning.
+    moved, converted or replaced (``.to()``, ``.half()``, ``load_state_dict(assign=True)``, a copy) is packed again,
+    with one warning.
 
     A sum that fails on the way (another rank has died) has then overwritten the parameters, and the error says so;
     packed in one bucket, they would be as they were. Ranks that differ in step or layout find out before.
