@@ -156,12 +156,13 @@ def _restored(collected: Collected, snapshot: Mapping[str, Any]) -> list[Any]:
 
 def _alike(now: Collected, layout: Layout, tensors: Sequence[Any]) -> bool:
     """Whether these are the parameters that a round began with, or, by their names, those that have replaced them."""
-    pairs = list(zip(now.layout.entries, layout.entries, strict=False))
-    if len(now.tensors) != len(tensors) or any((one.shape, one.dtype) != (two.shape, two.dtype) for one, two in pairs):
+    entries, before = now.layout.entries, layout.entries
+    if [(entry.shape, entry.dtype) for entry in entries] != [(entry.shape, entry.dtype) for entry in before]:
         return False
+    if all(one is two for one, two in zip(now.tensors, tensors, strict=True)):
+        return True
     # A number is not the name of a parameter, but its place in a list that may hold others now.
-    named = all(one.name == two.name and not one.name.isdigit() for one, two in pairs)
-    return named or all(one is two for one, two in zip(now.tensors, tensors, strict=True))
+    return all(one.name == two.name and not one.name.isdigit() for one, two in zip(entries, before, strict=True))
 
 
 class Fragments:

@@ -108,8 +108,9 @@ class TorchAdapter:
         tensors = cast(Sequence[torch.Tensor], things)
         try:
             seen = [list(map(look, tensors)) for look in _SEEN]
-            if not all(seen[_CONTIGUOUS]):  # of the others the strides are known
+            if not all(seen[_CONTIGUOUS]):  # or the shapes tell the strides
                 seen.append(list(map(torch.Tensor.stride, tensors)))
+            # Others on the same memory are not known to lie in that of all. Where all were replaced, the first tells.
             return [*seen, list(map(torch_flat.is_owned, tensors[:1]))]
         except (AttributeError, RuntimeError, TypeError, ValueError):  # nothing for us, or a closer look says why
             return None
