@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .adapters import Recorder, outside_autograph, recorder
-from .collect import collect, normalizes, peek, restoring
+from .collect import collect, normalizes, peek, restoring, reusable
 from .companions import check_buffers, copies
 from .errors import AveragingError
 from .header import Presence
@@ -260,8 +260,7 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
-        params = self._recognise(params)
-        params = list(params) if isinstance(params, Iterator) else params
+        params = reusable(self._recognise(params))
         self._settle(params)
         done = self._average_unscheduled(params)
         self._last_round = self.step - 1
@@ -290,8 +289,7 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
-        params = self._recognise(params)
-        params = list(params) if isinstance(params, Iterator) else params
+        params = reusable(self._recognise(params))
         self._settle(params)
         with restoring(params, self._buffers):
             self._average_unscheduled(params)
@@ -339,7 +337,7 @@ class ModelAverager(ABC):
             raise ValueError(
                 f"{self.name}: inside a graph one call is one optimizer step; steps={steps} works outside."
             )
-        params = list(params) if isinstance(params, Iterator) else params
+        params = reusable(params)
         if not hasattr(self._counter, "assign"):
             self._counter = graph.counter(self._counter)
         collected = collect(params, buffers=self._buffers)
@@ -391,8 +389,7 @@ class ModelAverager(ABC):
         Raises:
             AveragingError, TypeError, ValueError: as :meth:`average_parameters`.
         """
-        params = self._recognise(params)
-        params = list(params) if isinstance(params, Iterator) else params  # it serves several rounds
+        params = reusable(self._recognise(params))
         if recorder() is not None:
             raise AveragingError(
                 f"{self.name}: join() waits for other ranks and cannot be in a graph: call it outside."

@@ -241,6 +241,11 @@ def peek(params: object) -> tuple[object, Any]:
     return params, _tensor_of(params)
 
 
+def reusable(params: object) -> object:
+    """``params`` for more than one look: an iterator as a list; a spent one as it is, for :func:`collect` to refuse."""
+    return (list(params) or params) if isinstance(params, Iterator) else params
+
+
 def _tensor_of(item: Any) -> Any:
     if isinstance(item, Mapping) and _is_group(item):
         return item["params"][0] if item["params"] else None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .adapters import Recorder
 from .averagers import DEFAULT_TIMEOUT, ModelAverager, whole_warmup
+from .collect import reusable
 from .delayed import DelayedRounds, Fragments
 from .errors import AveragingError
 from .round import Meeting, Round, Rounds
@@ -115,7 +116,7 @@ class PeriodicModelAverager(ModelAverager):
     def _advance(self, params: object, steps: Sequence[int]) -> Meeting[Round | None]:
         if self._parts is None:
             return (yield from super()._advance(params, steps))
-        params = list(params) if isinstance(params, Iterator) else params
+        params = reusable(params)
         done = None
         for step in steps:
             part = (step - self.warmup_steps) * self.fragments // self.period if self.due(step) else None

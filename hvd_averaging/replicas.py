@@ -11,7 +11,7 @@ from .adapters import outside_autograph
 from .agreement import Claim, agree
 from .averagers import DEFAULT_TIMEOUT
 from .channel import Channel
-from .collect import Collected, collect_or_explain, restoring
+from .collect import Collected, collect_or_explain, restoring, reusable
 from .companions import check_buffers
 from .errors import list_of_ranks
 from .header import Presence
@@ -65,7 +65,7 @@ def averaged(
     Raises:
         AveragingError, TypeError, ValueError: as :func:`average_parameters`.
     """
-    params = list(params) if isinstance(params, Iterator) else params
+    params = reusable(params)
     check_buffers(buffers)
     with restoring(params, buffers):
         average_parameters(params, process_set, timeout=timeout, buffers=buffers)

@@ -12,6 +12,7 @@ from hvd_averaging import (
     PeerError,
     PeriodicModelAverager,
     average_parameters,
+    averaged,
 )
 
 
@@ -104,6 +105,30 @@ def test_a_spent_iterator_is_an_error_on_every_rank(rank, everywhere):
         averager.average_parameters(params)
     assert averager.step == 1
     assert averager.average_parameters(model.parameters()).tensors == 4, "the next call is as if nothing had been"
+
+
+@pytest.mark.ranks(2, backends=("gloo",))
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("call", ["average_now", "averaged", "join", "delayed", "averaged without averager"])
+def test_a_spent_iterator_is_an_error_where_it_serves_several_rounds(rank, everywhere, call):
+    model = model_of(rank)
+    averager = PeriodicModelAverager(2, delay=1 if call == "delayed" else 0, timeout=10)
+    params = model.parameters()
+    if everywhere or rank == 1:
+        list(params)
+    with pytest.raises((ValueError, PeerError), match="nothing in it" if everywhere or rank == 1 else "rank 1 could"):
+        match call:
+            case "averaged":
+                with averager.averaged(params):
+                    pass
+            case "averaged without averager":
+                with averaged(params, timeout=10):
+                    pass
+            case "delayed":
+                averager.average_parameters(params)
+            case _:
+                getattr(averager, call)(params)
+    assert all((p == rank).all() for p in model.parameters())
 
 
 @pytest.mark.ranks(2)
