@@ -68,3 +68,6 @@ if __name__ == "__main__":
         # exception"), even after destroy_process_group: all is on file, so the ranks leave without ending anything.
         torch.distributed.barrier()
         os._exit(0)
+    import horovod.torch as hvd
+
+    hvd.barrier()  # a rank that ends would end Horovod for others, which may still be in a round of their pair
